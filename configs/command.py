@@ -1,0 +1,85 @@
+"""The command line that all stages share: one config, overrides, help that explains every key, clean exits."""
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import os
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from headwright.configs.errors import UserError
+from headwright.configs.load import load_run, strip_annotation
+from headwright.configs.schema import RunConfig
+
+Stage = Callable[[RunConfig, bool], None]
+
+
+def run_stage(prog: str, about: str, sections: tuple[str, ...], stage: Stage, argv: list[str] | None) -> None:
+    """Parse the command line of one stage, load and check the whole run file, run `stage(config, dry_run)`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=about,
+        epilog=explain(sections),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run file (YAML)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything that costs nothing, then stop")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change keys of the run file")
+    args = parser.parse_args(argv)
+    with clean_exit():
+        stage(load_run(args.config, args.overrides), args.dry_run)
+
+
+def explain(sections: tuple[str, ...]) -> str:
+    """Every key of `sections`, its default and what it means."""
+    fields = typing.get_type_hints(RunConfig, include_extras=True)
+    blocks = [explain_class(name, strip_annotation(fields[name])) for name in sections]
+    return "\n\n".join(blocks)
+
+
+def explain_class(prefix: str, kind: Any) -> str:
+    """The keys of one dataclass, one paragraph each."""
+    lines = [f"{prefix}: {(kind.__doc__ or '').strip().splitlines()[0]}"]
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for item in dataclasses.fields(kind):
+        words = [note for note in getattr(hints[item.name], "__metadata__", ()) if isinstance(note, str)]
+        head = f"  {prefix}.{item.name} = {show_default(item)}"
+        lines.append(head)
+        lines += textwrap.wrap("; ".join(words), 96, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def show_default(item: Any) -> str:
+    """A field's default as a user would write it."""
+    if item.default is not dataclasses.MISSING:
+        return "null" if item.default is None else str(item.default)
+    value = item.default_factory()
+    return f"({type(value).__name__})" if dataclasses.is_dataclass(value) else str(value)
+
+
+@contextlib.contextmanager
+def clean_exit() -> Iterator[None]:
+    """Turn what a user can mend into one message and an exit code; let real faults show their traceback."""
+    try:
+        yield
+    except UserError as error:
+        stop(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        stop("\ninterrupted: finished work is kept; the same command continues where it stopped", 130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        stop("error: the disk is full: free some space; the same command continues where it stopped", 28)
+
+
+def stop(message: str, code: int) -> typing.NoReturn:
+    """Print and leave. Daemon threads and progress bars must not hold the process."""
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    if "torch.distributed" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
+        os._exit(code)  # the other ranks wait in a collective that this one will never join
+    sys.exit(code)

@@ -1,0 +1,172 @@
+"""The sections of a run file, as dataclasses. Torch-free.
+
+Every key carries its help text in its annotation; `--help` prints them. A draft head's own keys are not here: they
+live in the head's file (`heads/<kind>.py`, class `Config`) and are found by `head.kind`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+Fraction = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model that the head will serve."""
+
+    model: Annotated[str, "hub name, local directory, or embedded:smollm2-135m-instruct"] = ""
+    revision: Annotated[str | None, "hub revision"] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        "auto: the checkpoint's own; float32 on a CPU without native bfloat16",
+    ] = "auto"
+    trust_remote_code: Annotated[bool, "run Python code that the model repository ships"] = False
+    tokenizer: Annotated[str | None, "tokenizer name or directory, if not the model's own"] = None
+
+
+@dataclass
+class Source:
+    """One corpus source: exactly one of demo, path, hub."""
+
+    demo: Annotated[str | None, "a set from a registry package: gsm8k, humaneval, mt-bench, vicuna, …"] = None
+    path: Annotated[str | None, "a .jsonl file of chats (messages or conversations), or a .txt file"] = None
+    hub: Annotated[str | None, "a data set on the Hugging Face hub"] = None
+    config: Annotated[str | None, "hub: configuration name"] = None
+    split: Annotated[str, "hub: split"] = "train"
+    revision: Annotated[str | None, "hub: revision"] = None
+    name: Annotated[str | None, "label in tables; default: made from the above"] = None
+    limit: Annotated[int | None, "at most this many documents, chosen by seeded hash", Gt(0)] = None
+    samples: Annotated[int, "answers per prompt when answers.by is target", Ge(1)] = 1
+    words: Annotated[int, "plain text: words of the prompt that the target continues", Ge(1)] = 48
+
+
+@dataclass
+class CorpusConfig:
+    """Which texts, and which of them are held out."""
+
+    sources: Annotated[list[Source], "where the text comes from"] = field(default_factory=list)
+    held_out: Annotated[float, "share of documents kept for evaluation, by document hash", Ge(0), Le(0.9)] = 0.1
+    max_length: Annotated[int, "longest document in tokens; longer prompts are skipped and counted", Gt(8)] = 1024
+    system: Annotated[str | None, "a system prompt put before each chat that has none"] = None
+
+
+@dataclass
+class AnswersConfig:
+    """Who wrote the text that the head learns: the target itself (best), or the corpus."""
+
+    by: Annotated[Literal["target", "corpus"], "target: the model answers the prompts itself (on-policy)"] = "target"
+    max_new_tokens: Annotated[int, "longest answer; tiny models loop when it is long", Gt(0)] = 96
+    temperature: Annotated[float, "of every answer but a prompt's first, which is greedy", Ge(0)] = 0.7
+    top_p: Annotated[float, "nucleus of the sampled answers", Gt(0), Le(1)] = 0.95
+
+
+@dataclass
+class HarvestConfig:
+    """Hidden states: which, and how they are stored."""
+
+    taps: Annotated[
+        list[int] | Literal["auto"],
+        "states of the residual stream, tap i = after i layers; auto: (2, L//2, L-3)",
+    ] = "auto"
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], "of the stored features"] = "bfloat16"
+    documents_per_shard: Annotated[int, "one batch of the target, one shard, one unit of work", Gt(0)] = 48
+
+
+@dataclass
+class VocabConfig:
+    """The draft vocabulary: the target tokens that the head may guess."""
+
+    size: Annotated[int | None, "most frequent response tokens to keep; null: the full vocabulary", Gt(0)] = 32000
+    coverage: Annotated[Fraction, "warn when less of the held-out response tokens is inside"] = 0.9
+
+
+@dataclass
+class TrackConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    wandb: Annotated[Literal["off", "online", "offline"], "Weights & Biases"] = "off"
+    project: Annotated[str, "W&B project"] = "headwright"
+
+
+@dataclass
+class TrainConfig:
+    """The training loop."""
+
+    epochs: Annotated[float, "passes over the features", Gt(0)] = 4
+    tokens_per_batch: Annotated[int, "packed tokens per micro-batch and process", Gt(0)] = 2048
+    accumulate: Annotated[int, "micro-batches per optimizer step", Ge(1)] = 1
+    lr: Annotated[float, "peak learning rate", Gt(0)] = 1e-4
+    betas: Annotated[tuple[float, float], "AdamW"] = (0.9, 0.95)
+    weight_decay: Annotated[float, "AdamW", Ge(0)] = 0.0
+    warmup: Annotated[Fraction, "share of the steps with rising learning rate"] = 0.04
+    final_lr: Annotated[Fraction, "learning rate at the end of the cosine, as a share of the peak"] = 0.05
+    clip: Annotated[float, "global gradient norm", Gt(0)] = 1.0
+    evals: Annotated[int, "held-out measurements of τ in the whole run; the best head is kept", Ge(1)] = 6
+    saves: Annotated[int, "checkpoints in the whole run (the last is kept, and the best)", Ge(1)] = 12
+    log_every: Annotated[int, "steps between lines of metrics.jsonl", Ge(1)] = 5
+    mixed_precision: Annotated[Literal["no", "bf16"], "autocast of the head; no on a plain CPU"] = "no"
+    track: Annotated[TrackConfig, "trackers"] = field(default_factory=TrackConfig)
+
+
+@dataclass
+class ShapeConfig:
+    """One draft shape to evaluate."""
+
+    kind: Annotated[Literal["chain", "dynamic"], "chain, or the EAGLE-2 dynamic tree"] = "chain"
+    depth: Annotated[int, "drafted tokens below the root", Ge(1)] = 5
+    top_k: Annotated[int, "dynamic: children per node and width of a level", Ge(1)] = 1
+    nodes: Annotated[int | None, "dynamic: drafted nodes kept for verification", Ge(1)] = None
+
+
+@dataclass
+class EvalConfig:
+    """What is measured, on which prompts."""
+
+    prompts: Annotated[int, "held-out prompts", Ge(1)] = 32
+    max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 96
+    temperatures: Annotated[list[float], "0 is greedy"] = field(default_factory=lambda: [0.0])
+    shapes: Annotated[list[ShapeConfig], "draft shapes"] = field(default_factory=lambda: [ShapeConfig()])
+    prompt_lookup: Annotated[bool, "also measure a training-free n-gram drafter"] = True
+    timed_prompts: Annotated[int, "prompts on which the plain baselines are timed", Ge(1)] = 8
+    gpu_ceiling: Annotated[
+        tuple[float, float],
+        "modelled GPU: cost of one draft step and of verifying all nodes, in plain steps",
+    ] = (0.05, 1.05)
+
+
+@dataclass
+class ExportConfig:
+    """Engine directories."""
+
+    engines: Annotated[list[Literal["portable"]], "portable: one EAGLE-3 directory for vLLM and SGLang"] = field(
+        default_factory=lambda: ["portable"]
+    )
+    dtype: Annotated[Literal["target", "float32", "bfloat16", "float16"], "of the written weights"] = "target"
+    name_or_path: Annotated[str | None, "how the target is called in SERVE.md; default: target.model"] = None
+    prompts: Annotated[int, "held-out prompts on which the written files must draft as the head does", Ge(1)] = 4
+
+
+@dataclass
+class RunConfig:
+    """A run: harvest, train, eval, export, all from one file."""
+
+    name: Annotated[str, "names the run directory"] = ""
+    runs: Annotated[str, "where run directories live"] = "runs"
+    seed: Annotated[int, "of everything random"] = 0
+    target: TargetConfig = field(default_factory=TargetConfig)
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    harvest: HarvestConfig = field(default_factory=HarvestConfig)
+    vocab: VocabConfig = field(default_factory=VocabConfig)
+    head: Annotated[Any, "kind, and the keys of heads/<kind>.py"] = None
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    @property
+    def directory(self) -> Path:
+        """`runs/<name>/`."""
+        return Path(self.runs) / self.name

@@ -1,0 +1,1 @@
+"""Texts, the target model, and its hidden states: everything that a head learns from."""

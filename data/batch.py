@@ -1,0 +1,139 @@
+"""Packed batches of features, and the one place that decides which token goes with which feature.
+
+Shapes: T packed tokens, K taps, D target width, R positions whose `last` is stored, P live rows.
+
+Alignment. Row t of a head reads the embedding of x_{t+1} and the feature of position t, at rotary position t, and predicts
+x_{t+2}. At step i of a rollout everything on the token side moves left by i: row t then reads x_{t+1+i} and predicts x_{t+2+i};
+its distribution under the target comes from `last` at position t+1+i.
+
+A row starts a rollout when its own token x_{t+1} is a response token, which is where serving starts to draft. It bears loss at
+step i while x_{t+1} … x_{t+2+i} are response tokens of one turn. Turns are separated by template tokens, so one turn is one
+unbroken run of the mask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class DocumentFeatures:
+    """One document, unpadded.
+
+    ids_T and mask_T (response tokens); taps_TKD; and for the R positions p with mask[p] and mask[p+1] (`last_rows`):
+    last_RD, the target's most likely next token argmax_R and its log-sum-exp over the vocabulary logz_R.
+    """
+
+    ids_T: Tensor
+    mask_T: Tensor
+    taps_TKD: Tensor
+    last_RD: Tensor
+    argmax_R: Tensor
+    logz_R: Tensor
+
+
+@dataclass
+class FeatureBatch:
+    """Documents packed behind each other without padding. segment_T numbers them; position_T restarts in each."""
+
+    ids_T: Tensor
+    mask_T: Tensor
+    segment_T: Tensor
+    position_T: Tensor
+    taps_TKD: Tensor
+    last_RD: Tensor
+    last_index_R: Tensor
+    argmax_R: Tensor
+    logz_R: Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "FeatureBatch":
+        """On `device`; taps and `last` in `dtype`."""
+        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
+        if dtype is not None:
+            moved["taps_TKD"] = moved["taps_TKD"].to(dtype)
+            moved["last_RD"] = moved["last_RD"].to(dtype)
+        return FeatureBatch(**moved)
+
+    def loss_rows(self) -> int:
+        """Rows that bear loss at step 0: the normaliser of the loss."""
+        return int(loss_mask(self.mask_T, self.segment_T, 0).sum())
+
+    def without_loss(self) -> "FeatureBatch":
+        """The same tokens with nothing to learn: for a rank that has no batch left in a step."""
+        return replace(self, mask_T=torch.zeros_like(self.mask_T))
+
+
+def last_rows(mask_T: Tensor) -> Tensor:
+    """Indices R of the positions whose `last` some row needs: response tokens followed by a response token."""
+    return torch.nonzero(mask_T[:-1] & mask_T[1:])[:, 0]
+
+
+def shift(values_T: Tensor, steps: int, fill: int | bool = 0) -> Tensor:
+    """values[t + steps] at place t; `fill` beyond the end."""
+    out = torch.full_like(values_T, fill)
+    out[: max(len(values_T) - steps, 0)] = values_T[steps:]
+    return out
+
+
+def start_mask(mask_T: Tensor, segment_T: Tensor) -> Tensor:
+    """Rows t that start a rollout: x_{t+1} is a response token of the same document."""
+    return shift(mask_T, 1, False) & (shift(segment_T, 1, -1) == segment_T)
+
+
+def loss_mask(mask_T: Tensor, segment_T: Tensor, step: int) -> Tensor:
+    """Rows t that bear loss at `step`: x_{t+1} … x_{t+2+step} are response tokens of one turn."""
+    bears = start_mask(mask_T, segment_T)
+    for ahead in range(2, step + 3):
+        bears = bears & shift(mask_T, ahead, False) & (shift(segment_T, ahead, -1) == segment_T)
+    return bears
+
+
+@dataclass
+class LiveRows:
+    """The rows that start a rollout, and for each step what they read and what they are compared with.
+
+    rows_P: their place t. For step i of n: tokens_PI x_{t+1+i}; labels_PI x_{t+2+i}; bears_PI; target_PI the place in `last_RD`
+    of position t+1+i (0 where the row bears no loss).
+    """
+
+    rows_P: Tensor
+    tokens_PI: Tensor
+    labels_PI: Tensor
+    bears_PI: Tensor
+    target_PI: Tensor
+
+
+def live_rows(batch: FeatureBatch, steps: int) -> LiveRows:
+    """Everything that a rollout of `steps` steps needs of the token side. No tensor here has a gradient."""
+    rows_P = torch.nonzero(start_mask(batch.mask_T, batch.segment_T))[:, 0]
+    ahead_PI = rows_P[:, None] + torch.arange(steps, device=rows_P.device)
+    bears_PI = torch.stack([loss_mask(batch.mask_T, batch.segment_T, i)[rows_P] for i in range(steps)], dim=1)
+    end = len(batch.ids_T) - 1
+    place_T = torch.zeros_like(batch.ids_T)
+    place_T[batch.last_index_R] = torch.arange(len(batch.last_index_R), device=rows_P.device)
+    return LiveRows(
+        rows_P,
+        tokens_PI=batch.ids_T[(ahead_PI + 1).clamp_max(end)],
+        labels_PI=batch.ids_T[(ahead_PI + 2).clamp_max(end)],
+        bears_PI=bears_PI,
+        target_PI=torch.where(bears_PI, place_T[(ahead_PI + 1).clamp_max(end)], 0),
+    )
+
+
+def pack(documents: Sequence[DocumentFeatures]) -> FeatureBatch:
+    """Documents behind each other, in the given order."""
+    lengths = [len(document.ids_T) for document in documents]
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    return FeatureBatch(
+        ids_T=torch.cat([document.ids_T for document in documents]),
+        mask_T=torch.cat([document.mask_T for document in documents]),
+        segment_T=torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(lengths)),
+        position_T=torch.cat([torch.arange(length) for length in lengths]),
+        taps_TKD=torch.cat([document.taps_TKD for document in documents]),
+        last_RD=torch.cat([document.last_RD for document in documents]),
+        last_index_R=torch.cat([last_rows(d.mask_T) + start for d, start in zip(documents, starts)]),
+        argmax_R=torch.cat([document.argmax_R for document in documents]),
+        logz_R=torch.cat([document.logz_R for document in documents]),
+    )

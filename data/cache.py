@@ -1,0 +1,123 @@
+"""Keys and values of past tokens, preallocated, with a write position per row.
+
+Target and heads use the same class. Shapes: B rows, L layers, G key-value heads, S slots, E head width, N new
+tokens. Slot s of row b holds position `positions[b, s]`; slots at and beyond `lengths[b]` are free, and nothing
+ever attends to them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """A cache for B rows of at most S tokens.
+
+    Writing is two-phase: `write()` puts new keys and values behind the row's tokens, `advance()` declares them part of
+    the row. A tree is verified between the two: `keep()` advances by the accepted path only.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        heads: int,
+        slots: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        shape = (batch, heads, slots, width)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.positions = torch.zeros(batch, slots, dtype=torch.long, device=device)
+        self.lengths = [0] * batch  # on the host: one cycle of decoding already returns tokens there
+
+    @property
+    def slots(self) -> int:
+        """Capacity of each row."""
+        return self.positions.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.positions.device
+
+    def room(self, new: int) -> int:
+        """The end of the slots in use once `new` tokens are written to every row."""
+        end = max(self.lengths) + new
+        if end > self.slots:
+            raise ValueError(f"cache of {self.slots} slots is too small: {end} are needed")
+        return end
+
+    def next_slots(self, new: int) -> Tensor:
+        """Slots [B, N] that the next `new` tokens of each row take."""
+        start = torch.tensor(self.lengths, device=self.device)
+        return start[:, None] + torch.arange(new, device=self.device)
+
+    def write(self, layer: int, keys_BGNE: Tensor, values_BGNE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new entries behind each row's tokens; return the keys and values of all slots in use."""
+        new = keys_BGNE.shape[2]
+        end = self.room(new)
+        keys, values = self.keys[layer], self.values[layer]
+        if len(set(self.lengths)) == 1:
+            start = self.lengths[0]
+            keys[:, :, start:end] = keys_BGNE
+            values[:, :, start:end] = values_BGNE
+        else:
+            rows = torch.arange(len(self.lengths), device=self.device)[:, None]
+            slots = self.next_slots(new)
+            keys[rows, :, slots] = keys_BGNE.transpose(1, 2)
+            values[rows, :, slots] = values_BGNE.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def place(self, positions_BN: Tensor) -> None:
+        """Record the positions of the tokens about to be written."""
+        new = positions_BN.shape[1]
+        self.room(new)
+        self.positions.scatter_(1, self.next_slots(new), positions_BN)
+
+    def visible(self, new: int, among_BNN: Tensor | None = None) -> Tensor:
+        """Attention mask [B, N, S']: each new token sees its row's tokens, and the new ones that `among` allows.
+
+        Without `among` the new tokens are a causal continuation.
+        """
+        end = self.room(new)
+        batch = len(self.lengths)
+        start = torch.tensor(self.lengths, device=self.device)[:, None, None]
+        mask = (torch.arange(end, device=self.device) < start).expand(batch, new, end).clone()
+        if among_BNN is None:
+            among_BNN = torch.ones(new, new, dtype=torch.bool, device=self.device).tril().expand(batch, new, new)
+        return mask.scatter_(2, self.next_slots(new)[:, None, :].expand(batch, new, new), among_BNN)
+
+    def advance(self, counts: int | Sequence[int]) -> None:
+        """Declare the first `counts` written tokens of each row part of it."""
+        counts = [counts] * len(self.lengths) if isinstance(counts, int) else counts
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+
+    def keep(self, row: int, path: Sequence[int]) -> None:
+        """Of the tokens written last to `row`, keep those with offsets `path` (ascending), moved together.
+
+        Everything else that was written is gone: its slots are free again.
+        """
+        start = self.lengths[row]
+        if list(path) != list(range(len(path))):
+            source = torch.tensor(path, device=self.device) + start
+            target = slice(start, start + len(path))
+            for store in (*self.keys, *self.values):
+                store[row, :, target] = store[row].index_select(1, source)
+            self.positions[row, target] = self.positions[row, source]
+        self.lengths[row] += len(path)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget all but the first `length` tokens of `row`."""
+        self.lengths[row] = min(self.lengths[row], length)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows`, in that order; used when answers of a batch end."""
+        index = torch.tensor(rows, device=self.device)
+        self.keys = [store.index_select(0, index) for store in self.keys]
+        self.values = [store.index_select(0, index) for store in self.values]
+        self.positions = self.positions.index_select(0, index)
+        self.lengths = [self.lengths[row] for row in rows]

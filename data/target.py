@@ -1,0 +1,426 @@
+"""The target: the frozen model that a head drafts for. The only code that knows Hugging Face model classes.
+
+Shapes: B rows, N new tokens, S key slots, T tokens of one document, K taps, D target width, V vocabulary, Q query heads,
+G key-value heads, E head width.
+
+Taps. Tap i is the residual stream after i decoder layers (0: embeddings), before any final norm; `last` is the state
+after the final norm, the lm_head's direct input. `Target.check` proves both against Hugging Face's own output.
+"""
+
+import contextlib
+import inspect
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+import xxhash
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from headwright.configs import UserError
+from headwright.configs.schema import TargetConfig
+from headwright.data.cache import KVCache
+from headwright.data.demo import embedded_target
+
+ATTENTION = "headwright"
+transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a head and an export must know of the target."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    max_positions: int
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    template_hash: str
+
+
+@dataclass
+class Features:
+    """States of N tokens in B rows."""
+
+    taps_BNKD: Tensor
+    last_BND: Tensor
+
+
+class AttentionPlan:
+    """What one forward of the target may attend to. Carried to every layer through the model's keyword arguments."""
+
+    def __init__(self, mask_BNS: Tensor, query_positions_BN: Tensor, key_positions_BS: Tensor):
+        self.mask_BNS = mask_BNS
+        self.distance_BNS = query_positions_BN[:, :, None] - key_positions_BS[:, None, :]
+        self.ready: dict[tuple[int | None, int], Tensor] = {}
+
+    def mask(self, window: int | None, groups: int) -> Tensor:
+        """Boolean mask [B, 1, groups·N, S], cut to a sliding window where the layer has one."""
+        if (window, groups) not in self.ready:
+            mask_BNS = self.mask_BNS
+            if window is not None:
+                mask_BNS = mask_BNS & (self.distance_BNS < window)
+            self.ready[window, groups] = mask_BNS.repeat(1, groups, 1)[:, None]
+        return self.ready[window, groups]
+
+
+def plan_attention(
+    module: nn.Module,
+    query_BQNE: Tensor,
+    key_BGSE: Tensor,
+    value_BGSE: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    plan: AttentionPlan | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention under a plan. Query heads of one group are folded into the query length: keys are never repeated."""
+    if plan is None:
+        raise RuntimeError("this model's layers do not pass keyword arguments on to their attention")
+    if others.get("s_aux") is not None:
+        raise UserError("target: attention with sinks is not supported yet")
+    batch, query_heads, new, width = query_BQNE.shape
+    groups = query_heads // key_BGSE.shape[1]
+    mask = plan.mask(sliding_window, groups)
+    folded = query_BQNE.reshape(batch, -1, groups * new, width)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, key_BGSE, value_BGSE, attn_mask=mask, scale=scaling)
+    else:
+        scores = folded @ key_BGSE.transpose(-1, -2) * (scaling or width**-0.5)
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
+        out = scores.float().softmax(-1).to(value_BGSE.dtype) @ value_BGSE
+    return out.reshape(batch, query_heads, new, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, plan_attention)
+
+
+class CacheAdapter:
+    """Our KVCache behind the two methods that Hugging Face layers call."""
+
+    is_compileable = False
+
+    def __init__(self, cache: KVCache):
+        self.cache = cache
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store, and return all that this layer may attend to."""
+        return self.cache.write(layer_idx, keys, values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held; positions are always given, so that nothing depends on it."""
+        return max(self.cache.lengths)
+
+
+class Target:
+    """A frozen causal LM with its tokenizer.
+
+    `extend` runs it on new tokens with a cache, `features` on whole documents without one; both return taps and `last`.
+    `embed` and `logits` are the two ends that a head shares.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, taps: Sequence[int] | str, revision: str | None = None):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.body = model.get_decoder()
+        if not isinstance(getattr(self.body, "layers", None), nn.ModuleList):
+            raise UserError(f"target {name}: {type(model).__name__} has no list of decoder layers to read states from")
+        self.text = model.config.get_text_config()
+        self.taps = choose_taps(taps, len(self.body.layers), name)
+        self.spec = read_spec(model, tokenizer, name, revision)
+        self.own_attention = model.config._attn_implementation
+        self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
+        self.captured: dict[int, Tensor] = {}
+        self.place_hooks()
+        self.check()
+
+    @classmethod
+    def load(cls, config: TargetConfig, taps: Sequence[int] | str = "auto", device: str | torch.device = "cpu") -> "Target":
+        """The model that `config` names, on `device`, its contract checked. Raises UserError if it cannot be had."""
+        device = torch.device(device)
+        where = locate(config.model)
+        dtype = choose_dtype(config.dtype, device)
+        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer or where, **options)
+            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"target.model {config.model}: cannot be loaded: {reason}") from None
+        return cls(model.to(device), tokenizer, config.model, taps, config.revision)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter lives."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's compute dtype."""
+        return self.model.dtype
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The frozen output projection [V, D]."""
+        return self.model.get_output_embeddings()
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """Rows [..., D] of the embedding table, unscaled, which is what engines hand to a draft head."""
+        return F.embedding(ids_X, self.model.get_input_embeddings().weight)
+
+    def logits(self, last_XD: Tensor) -> Tensor:
+        """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping."""
+        logits_XV = self.lm_head(last_XD)
+        logits_XV = logits_XV * getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
+        cap = getattr(self.text, "final_logit_softcapping", None)
+        return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache for `batch` rows of at most `slots` tokens."""
+        spec = self.spec
+        return KVCache(
+            spec.num_layers, batch, spec.num_kv_heads, slots, spec.head_dim, self.dtype, self.device
+        )
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        ids_BN: Tensor,
+        cache: KVCache,
+        positions_BN: Tensor | None = None,
+        among_BNN: Tensor | None = None,
+    ) -> Features:
+        """Run N new tokens behind those in `cache`; write their keys and values, but leave `advance` to the caller.
+
+        Args:
+            ids_BN: token ids.
+            positions_BN: rotary positions; default: the row's next ones.
+            among_BNN: which new tokens see which (a tree); default: causal.
+        """
+        if positions_BN is None:
+            positions_BN = cache.next_slots(ids_BN.shape[1])
+        mask_BNS = cache.visible(ids_BN.shape[1], among_BNN)
+        cache.place(positions_BN)
+        plan = AttentionPlan(mask_BNS, positions_BN, cache.positions[:, : mask_BNS.shape[2]])
+        return self.run(ids_BN, positions_BN, plan, CacheAdapter(cache))
+
+    @torch.inference_mode()
+    def features(self, ids_BT: Tensor) -> Features:
+        """States of right-padded documents; what stands on padding means nothing."""
+        length = ids_BT.shape[1]
+        positions = torch.arange(length, device=self.device).expand_as(ids_BT)
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
+        return self.run(ids_BT, positions, AttentionPlan(causal[None], positions[:1], positions[:1]), None)
+
+    def run(self, ids_BN: Tensor, positions_BN: Tensor, plan: AttentionPlan, cache: CacheAdapter | None) -> Features:
+        """One forward of the decoder under our attention."""
+        with self.attention(ATTENTION):
+            out = self.body(
+                input_ids=ids_BN,
+                position_ids=positions_BN,
+                use_cache=cache is not None,
+                plan=plan,
+                **{self.cache_key: cache},
+            )
+        taps = [self.captured[tap] for tap in self.taps]
+        self.captured.clear()
+        return Features(torch.stack(taps, dim=2), out.last_hidden_state)
+
+    @contextlib.contextmanager
+    def attention(self, name: str) -> Iterator[None]:
+        """The model under another attention implementation for a while."""
+        before = self.text._attn_implementation
+        self.text._attn_implementation = name
+        try:
+            yield
+        finally:
+            self.text._attn_implementation = before
+
+    def place_hooks(self) -> None:
+        """Record the residual stream where the taps are: the input of layer i, or the output of the last layer."""
+
+        def before(tap: int) -> Any:
+            return lambda _, args, kwargs: self.captured.update({tap: args[0] if args else kwargs["hidden_states"]})
+
+        def after(tap: int) -> Any:
+            return lambda _, __, out: self.captured.update({tap: out if isinstance(out, Tensor) else out[0]})
+
+        layers = self.body.layers
+        for tap in self.taps:
+            if tap < len(layers):
+                layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True)
+            else:
+                layers[-1].register_forward_hook(after(tap))
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Prove the contract on a probe: taps, `last`, logits and cached extension equal Hugging Face's own.
+
+        Raises UserError with the first difference: a head trained on wrong states would train well and serve badly.
+        """
+        ids = torch.randint(self.spec.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0)).to(self.device)
+        with self.attention(self.own_attention):
+            theirs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        ours = self.features(ids)
+        cache = self.new_cache(1, ids.shape[1])
+        first = self.extend(ids[:, :4], cache)
+        cache.advance(4)
+        rest = self.extend(ids[:, 4:], cache)
+        pairs = {
+            f"hidden_states[{tap}]": (ours.taps_BNKD[:, :, k], theirs.hidden_states[tap])
+            for k, tap in enumerate(self.taps)
+            if tap < self.spec.num_layers
+        }
+        pairs["the last hidden state"] = (ours.last_BND, theirs.hidden_states[-1])
+        pairs["the logits"] = (self.logits(ours.last_BND), theirs.logits)
+        pairs["cached extension"] = (torch.cat([first.last_BND, rest.last_BND], 1), theirs.hidden_states[-1])
+        for what, (mine, reference) in pairs.items():
+            self.compare(what, mine, reference)
+
+    def compare(self, what: str, mine: Tensor, reference: Tensor) -> None:
+        """Relative error of one part of the contract."""
+        tolerance = 1e-4 if self.dtype == torch.float32 else 5e-2
+        error = ((mine.float() - reference.float()).norm() / reference.float().norm().clamp_min(1e-9)).item()
+        if not error <= tolerance:
+            raise UserError(
+                f"target {self.spec.name}: {what} differs from Hugging Face's own by {error:.2g} relative "
+                f"(allowed {tolerance:g}); {self.spec.architecture} computes something that Headwright does not know yet"
+            )
+
+    @torch.inference_mode()
+    def generate_hf(self, ids_1T: Tensor, max_new_tokens: int) -> list[int]:
+        """transformers' own greedy `generate`: an outside baseline for speed and text."""
+        with self.attention(self.own_attention):
+            out = self.model.generate(
+                ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                generation_config=transformers.GenerationConfig(
+                    do_sample=False,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=list(self.spec.eos_token_ids),
+                    pad_token_id=self.spec.eos_token_ids[0],
+                ),
+            )
+        return out[0, ids_1T.shape[1] :].tolist()
+
+
+def locate(model: str) -> str:
+    """Where transformers finds `model`: a directory, or a hub name."""
+    if model.startswith("embedded:"):
+        return str(embedded_target(model.removeprefix("embedded:")))
+    path = Path(model).expanduser()
+    if path.exists() or model.startswith((".", "/", "~")):
+        if not (path / "config.json").is_file():
+            raise UserError(f"target.model {model}: no such model directory (looked for {path / 'config.json'})")
+        return str(path)
+    return model
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """auto is the checkpoint's own dtype, but fp32 on a CPU that would emulate bfloat16 (six times slower)."""
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" and not cpu_has_bfloat16() else "auto"
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 natively."""
+    if platform.machine().lower() in ("arm64", "aarch64") and platform.system() == "Darwin":
+        return True
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def choose_taps(taps: Sequence[int] | str, layers: int, name: str) -> tuple[int, ...]:
+    """The taps as ascending indices into the residual stream, or UserError."""
+    if isinstance(taps, str):
+        if layers < 7:
+            raise UserError(
+                f"target {name} has {layers} layers: harvest.taps auto needs 7; give the taps, such as [0, {layers // 2}]"
+            )
+        return (2, layers // 2, layers - 3)
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
+        raise UserError(
+            f"harvest.taps {list(taps)}: give ascending, distinct numbers from 0 to {layers} (tap i = after i layers)"
+        )
+    return tuple(taps)
+
+
+def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None) -> TargetSpec:
+    """The facts of a loaded model."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return TargetSpec(
+        name=name,
+        revision=revision,
+        architecture=type(model).__name__,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        intermediate_size=text.intermediate_size,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        rope=read_rope(text),
+        max_positions=text.max_position_embeddings,
+        dtype=str(model.dtype).removeprefix("torch."),
+        bos_token_id=text.bos_token_id,
+        eos_token_ids=end_tokens(model, tokenizer),
+        fingerprint=weight_fingerprint(model),
+        template_hash=xxhash.xxh64_hexdigest((getattr(tokenizer, "chat_template", None) or "").encode()),
+    )
+
+
+def read_rope(text: Any) -> dict[str, Any]:
+    """The rotary parameters; where layer types have their own, those of full attention."""
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention", rope))
+    return {"rope_type": "default", "rope_theta": 10000.0} | rope
+
+
+def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token id that ends a generation: the generation config's, the model's, the tokenizer's."""
+    found: list[int] = []
+    for value in (
+        model.generation_config.eos_token_id if model.generation_config else None,
+        model.config.get_text_config().eos_token_id,
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found += value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def weight_fingerprint(model: nn.Module) -> str:
+    """A hash of every parameter's name and shape and of 64 spread values of each: cheap, and changes with any fine-tune."""
+    state = xxhash.xxh64()
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        probe = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+        state.update(f"{name}{tuple(weight.shape)}".encode())
+        state.update(probe.numpy().tobytes())
+    return state.hexdigest()
