@@ -151,6 +151,7 @@ class Target:
         self.own_attention = model.config._attn_implementation
         self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
         self.captured: dict[int, Tensor] = {}
+        self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.place_hooks()
         self.check()
 
@@ -188,12 +189,19 @@ class Target:
         """Rows [..., D] of the embedding table, unscaled, which is what engines hand to a draft head."""
         return F.embedding(ids_X, self.model.get_input_embeddings().weight)
 
-    def logits(self, last_XD: Tensor) -> Tensor:
-        """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping."""
-        logits_XV = self.lm_head(last_XD)
+    def logits(self, last_XD: Tensor, ids_W: Tensor | None = None) -> Tensor:
+        """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping; of `ids_W` only, if given."""
+        logits_XV = self.lm_head(last_XD) if ids_W is None else F.linear(last_XD, *self.lm_head_rows(ids_W))
         logits_XV = logits_XV * getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
         cap = getattr(self.text, "final_logit_softcapping", None)
         return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
+
+    def lm_head_rows(self, ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every step."""
+        if self.kept_rows is None or self.kept_rows[0] is not ids_W:
+            bias = self.lm_head.bias
+            self.kept_rows = (ids_W, self.lm_head.weight[ids_W], None if bias is None else bias[ids_W])
+        return self.kept_rows[1], self.kept_rows[2]
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache for `batch` rows of at most `slots` tokens."""

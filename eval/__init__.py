@@ -1,0 +1,1 @@
+"""The lossless tree decoder, and what it measures."""

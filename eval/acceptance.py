@@ -1,0 +1,326 @@
+"""What a head is worth: τ, rates per depth, speed against plain decoding, losslessness. Runnable: `headwright eval`.
+
+Writes `runs/<name>/report.json` (schema headwright.acceptance/1) and `report.html`.
+"""
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+from headwright.configs import RunConfig
+from headwright.configs.command import run_stage
+from headwright.configs.console import progress, say, table
+from headwright.data.harvest import store_path
+from headwright.data.regenerate import Question, answer
+from headwright.data.sampling import Policy
+from headwright.data.store import FeatureReader, write_json
+from headwright.data.target import Target
+from headwright.eval.decode import Drafter, Generation, decode_plain, speculate
+from headwright.eval.drafters import PromptLookup
+from headwright.eval.prompts import Prompt, held_out_prompts
+from headwright.eval.report import write_html
+from headwright.eval.statistics import (
+    DEFINITIONS,
+    acceptance_metrics,
+    bootstrap,
+    phase_milliseconds,
+    repeated_4grams,
+    tokens_per_second,
+)
+from headwright.heads.base import load_head
+from headwright.heads.draft_tree import TreeShape
+
+SECTIONS = ("eval",)
+ABOUT = "Decode held-out prompts with the head and without, and report what it is worth."
+SCHEMA = "headwright.acceptance/1"
+
+
+@dataclass
+class Baseline:
+    """Plain decoding of the timed prompts, by our loop and by transformers' generate; greedy texts of all prompts."""
+
+    ours: list[Generation]
+    hf_seconds: list[float]
+    hf_tokens: list[int]
+    greedy: list[list[int]]
+
+    def step_seconds(self) -> float:
+        """One plain target pass."""
+        return sum(run.phases["verify"] for run in self.ours) / sum(len(run.emitted) for run in self.ours)
+
+    def per_token(self) -> list[float]:
+        """Seconds per new token of each timed prompt, by the faster of the two."""
+        ours = [run.seconds / len(run.tokens) for run in self.ours]
+        theirs = [seconds / tokens for seconds, tokens in zip(self.hf_seconds, self.hf_tokens)]
+        return ours if sum(ours) <= sum(theirs) else theirs
+
+
+def evaluate(run: RunConfig, dry_run: bool = False) -> None:
+    """The whole evaluation of a run."""
+    shapes = [TreeShape.of(shape) for shape in run.eval.shapes]
+    policies = [Policy(temperature) for temperature in run.eval.temperatures]
+    if dry_run:
+        return
+    started = time.perf_counter()
+    reader = FeatureReader(store_path(run, "held-out"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = Target.load(run.target, reader.manifest.taps, device)
+    head = load_head(run.directory / "head", target).eval()
+    prompts = held_out_prompts(reader, run.eval.prompts)
+    say(f"evaluating on {len(prompts)} held-out prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
+    baseline = measure_baseline(run, target, prompts)
+    drafters: list[tuple[str, Drafter, list[TreeShape]]] = [(run.head.kind, head, shapes)]
+    if run.eval.prompt_lookup:
+        drafters.append(("prompt-lookup", PromptLookup(), [s for s in shapes if s.kind == "chain"][:1]))
+    entries = []
+    for name, drafter, its_shapes in drafters:
+        for policy in policies:
+            for shape in its_shapes:
+                entries.append(measure(run, target, name, drafter, shape, policy, prompts, baseline))
+    report = {"schema": SCHEMA, **header(run, target, prompts, baseline), "entries": entries}
+    report["seconds"] = time.perf_counter() - started
+    write_json(run.directory / "report.json", report)
+    write_html(run.directory, report)
+    show(report)
+
+
+def measure_baseline(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> Baseline:
+    """Plain greedy decoding: alternating ours and transformers' on the timed prompts, batched on the others."""
+    limit = run.eval.max_new_tokens
+    timed = prompts[: run.eval.timed_prompts]
+    decode_plain(target, timed[0].ids, 4)  # warm-up
+    target.generate_hf(torch.tensor([timed[0].ids], device=target.device), 4)
+    ours, seconds, counts = [], [], []
+    for prompt in watched("plain decoding", timed):
+        ours.append(decode_plain(target, prompt.ids, limit))
+        begun = time.perf_counter()
+        tokens = target.generate_hf(torch.tensor([prompt.ids], device=target.device), limit)
+        seconds.append(time.perf_counter() - begun)
+        counts.append(len(tokens))
+    greedy = [run.tokens for run in ours]
+    rest = [Question(prompt.ids, Policy()) for prompt in prompts[len(timed) :]]
+    for start in range(0, len(rest), 32):
+        group = rest[start : start + 32]
+        answers = answer(target, group, limit)
+        greedy += [a.ids_T[len(q.ids) :].tolist() for a, q in zip(answers, group)]
+    return Baseline(ours, seconds, counts, greedy)
+
+
+def watched(what: str, items: Sequence[Any]) -> Any:
+    """Iterate with a progress bar."""
+    with progress() as bar:
+        task = bar.add_task(what, total=len(items), note="")
+        for item in items:
+            yield item
+            bar.advance(task)
+
+
+def measure(
+    run: RunConfig,
+    target: Target,
+    name: str,
+    drafter: Drafter,
+    shape: TreeShape,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    baseline: Baseline,
+) -> dict[str, Any]:
+    """One entry of the report."""
+    limit = run.eval.max_new_tokens
+    speculate(target, drafter, prompts[0].ids, shape, 4, policy)  # warm-up
+    runs = [
+        speculate(target, drafter, prompt.ids, shape, limit, policy, seed=run.seed + index)
+        for index, prompt in enumerate(watched(f"{name} {shape.name} T={policy.temperature:g}", prompts))
+    ]
+    texts = [r.tokens for r in runs]
+    characters = sum(len(target.tokenizer.decode(text)) for text in texts)
+    entry = {
+        "drafter": name,
+        "shape": asdict(shape) | {"name": shape.name},
+        "prompt_set": "held-out",
+        "temperature": policy.temperature,
+        **acceptance_metrics(runs, shape.depth, run.seed),
+        "by_source": by_source(runs, prompts),
+        "repeated_4grams": repeated_4grams(texts),
+        "tokens_per_second": tokens_per_second(runs),
+        "chars_per_second": characters / sum(r.seconds for r in runs),
+        **speed(runs, baseline, run.seed),
+        "phases_ms": phase_milliseconds(runs),
+        "speedup_model": speed_model(run, runs, shape, baseline),
+        "lossless": losslessness(target, prompts, texts, baseline) if policy.greedy else None,
+        "samples": [sample(target, r, p) for r, p in list(zip(runs, prompts))[:4]],
+    }
+    return entry
+
+
+def by_source(runs: Sequence[Generation], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """τ and prompts of each corpus source."""
+    names = dict.fromkeys(prompt.source for prompt in prompts)
+    groups = {name: [r for r, p in zip(runs, prompts) if p.source == name] for name in names}
+    return {
+        name: {"prompts": len(group), "acceptance_length": acceptance_metrics(group, 1)["acceptance_length"]}
+        for name, group in groups.items()
+    }
+
+
+def speed(runs: Sequence[Generation], baseline: Baseline, seed: int) -> dict[str, Any]:
+    """Speed-up over the faster plain baseline, paired over the timed prompts."""
+    pairs = [(plain, r.seconds / len(r.tokens)) for plain, r in zip(baseline.per_token(), runs)]
+
+    def ratio(sample: Sequence[tuple[float, float]]) -> float:
+        return sum(plain for plain, _ in sample) / sum(ours for _, ours in sample)
+
+    hf = sum(baseline.hf_tokens) / sum(baseline.hf_seconds)
+    return {
+        "baseline_tokens_per_second": tokens_per_second(baseline.ours),
+        "baseline_hf_tokens_per_second": hf,
+        "speedup": ratio(pairs),
+        "speedup_ci95": bootstrap(pairs, ratio, seed),
+        "timed_prompts": len(pairs),
+    }
+
+
+def speed_model(run: RunConfig, runs: Sequence[Generation], shape: TreeShape, baseline: Baseline) -> dict[str, Any]:
+    """S = τ / (draft + verify + overhead), in plain steps: as measured here, and modelled for a GPU (not measured)."""
+    phases, step = phase_milliseconds(runs), 1000 * baseline.step_seconds()
+    tau = acceptance_metrics(runs, shape.depth)["acceptance_length"]
+    overhead = sum(phases[name] for name in ("select", "commit", "other"))
+    draft_cost, verify_cost = run.eval.gpu_ceiling
+    return {
+        "plain_step_ms": step,
+        "draft_in_steps": phases["draft"] / step,
+        "verify_in_steps": phases["verify"] / step,
+        "overhead_in_steps": overhead / step,
+        "predicted_here": tau * step / (phases["draft"] + phases["verify"] + overhead),
+        "break_even_tau_here": (phases["draft"] + phases["verify"] + overhead) / step,
+        "modelled_gpu": tau / (shape.depth * draft_cost + verify_cost),
+        "modelled_gpu_assumes": f"draft step {draft_cost:g}, verification {verify_cost:g} plain steps, batch 1; not measured",
+    }
+
+
+def losslessness(
+    target: Target, prompts: Sequence[Prompt], texts: Sequence[list[int]], baseline: Baseline
+) -> dict[str, Any]:
+    """Greedy identity with plain decoding; where texts part, the target's logit gap between the two tokens."""
+    different = []
+    for prompt, text, plain in zip(prompts, texts, baseline.greedy):
+        place = next((i for i, (a, b) in enumerate(zip(text, plain)) if a != b), None)
+        if place is None and len(text) == len(plain):
+            continue
+        place = min(len(text), len(plain)) if place is None else place
+        different.append({"place": prompt.place, "token": place, "logit_gap": logit_gap(target, prompt, text, plain, place)})
+    identical = len(prompts) - len(different)
+    return {"prompts": len(prompts), "identical": identical, "greedy_identity": identical / len(prompts), "divergences": different}
+
+
+def logit_gap(target: Target, prompt: Prompt, text: list[int], plain: list[int], place: int) -> float | None:
+    """Difference of the target's logits for the two tokens; None where one text merely ends."""
+    if place >= min(len(text), len(plain)):
+        return None
+    ids = torch.tensor([prompt.ids + plain[:place]], device=target.device)
+    logits = target.logits(target.features(ids).last_BND[0, -1])
+    return float((logits[plain[place]] - logits[text[place]]).abs())
+
+
+def sample(target: Target, generation: Generation, prompt: Prompt) -> dict[str, Any]:
+    """A decoded answer, cut into the pieces that each cycle emitted."""
+    pieces, start = [], 1
+    decode = target.tokenizer.decode
+    first = decode(generation.tokens[:1])
+    for emitted, accepted in zip(generation.emitted, generation.accepted):
+        tokens = generation.tokens[start : start + emitted]
+        pieces.append({"accepted": decode(tokens[:accepted]), "target": decode(tokens[accepted:])})
+        start += emitted
+    return {"source": prompt.source, "place": prompt.place, "first": first, "cycles": pieces}
+
+
+def header(run: RunConfig, target: Target, prompts: Sequence[Prompt], baseline: Baseline) -> dict[str, Any]:
+    """The five questions, and what the numbers mean."""
+    sources = sorted({prompt.source for prompt in prompts})
+    dtype, device = str(target.dtype).removeprefix("torch."), device_name(target.device)
+    stack = f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
+    return {
+        "name": run.name,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "answers": {
+            "baseline": "plain decoding, one token per pass: the faster of our own loop and transformers' generate",
+            "batch_size": 1,
+            "stack": f"{device}, {torch.get_num_threads()} threads, {dtype}; {stack}; Python {platform.python_version()}",
+            "data": f"{len(prompts)} held-out prompts of {', '.join(sources)}; at most {run.eval.max_new_tokens} new tokens",
+            "tree_shape": "named in each entry: chain-K, or tree-depth×top_k-nodes",
+        },
+        "target": asdict(target.spec),
+        "load_average": list(os.getloadavg()),
+        "baseline_repeated_4grams": repeated_4grams(baseline.greedy),
+        "definitions": DEFINITIONS,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """What the numbers were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()  # noqa: SIM115
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table at the end of the stage."""
+    rows = []
+    for entry in report["entries"]:
+        low, high = entry["acceptance_length_ci95"]
+        model, lossless = entry["speedup_model"], entry["lossless"]
+        rows.append(
+            (
+                entry["drafter"],
+                entry["shape"]["name"],
+                f"{entry['temperature']:g}",
+                f"{entry['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]",
+                " ".join(f"{share:.0%}" for share in entry["accepted_per_position"][:5]),
+                f"{entry['tokens_per_second']:.1f}",
+                f"{entry['speedup']:.2f}×",
+                f"{model['modelled_gpu']:.2f}×",
+                "–" if lossless is None else f"{lossless['identical']}/{lossless['prompts']}",
+            )
+        )
+    columns = ("drafter", "shape", "T", "τ [95 %]", "accepted ≥1 ≥2 …", "tok/s", "speed-up here", "modelled GPU", "same text")
+    table("acceptance on held-out prompts", columns, rows)
+    first = report["entries"][0]
+    say(
+        f"plain decoding: {first['baseline_tokens_per_second']:.1f} tok/s (ours), "
+        f"{first['baseline_hf_tokens_per_second']:.1f} tok/s (transformers' generate)"
+    )
+    say(verdict(first))
+
+
+def verdict(entry: dict[str, Any]) -> str:
+    """The result in two sentences."""
+    model = entry["speedup_model"]
+    even, tau = model["break_even_tau_here"], entry["acceptance_length"]
+    worth = "pays" if tau > even else "does not pay"
+    return (
+        f"One cycle costs {even:.2f} plain steps here, so drafting pays above τ = {even:.2f}; with τ = {tau:.2f} it {worth} on this "
+        f"device ({entry['speedup']:.2f}×). The same τ would give {model['modelled_gpu']:.2f}× by the cost model of a GPU "
+        f"({model['modelled_gpu_assumes']})."
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    run_stage("headwright eval", ABOUT, SECTIONS, evaluate, argv)
+
+
+if __name__ == "__main__":
+    main()

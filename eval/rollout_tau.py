@@ -1,0 +1,68 @@
+"""τ of a greedy chain without decoding.
+
+On text that the target itself wrote greedily, a draft is accepted exactly while it equals the text. So the head's inputs in
+decoding are those of one teacher-forced rollout, and every cycle follows from its guesses. Equal to the decoder's counters, up to
+near-ties when features were stored in less than the target's precision. T tokens, I rollout steps.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwright.data.batch import pack
+from headwright.data.store import FeatureReader
+from headwright.data.stream import whole_batches
+from headwright.data.target import Target
+from headwright.heads.base import DraftHead
+
+
+@dataclass
+class Cycles:
+    """What each cycle accepted and emitted."""
+
+    accepted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ, the bonus token included."""
+        return sum(self.emitted) / len(self.emitted) if self.emitted else float("nan")
+
+    def joint(self, depth: int) -> list[float]:
+        """Share of the cycles that accept at least 1, 2, … depth tokens."""
+        return [sum(a > k for a in self.accepted) / max(len(self.accepted), 1) for k in range(depth)]
+
+
+def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
+    """The cycles of one document with one answer; right[t, i]: row t's guess at step i equals the text."""
+    response = torch.nonzero(mask_T)[:, 0].tolist()
+    out = Cycles()
+    if not response:
+        return out
+    root, end = response[0], response[-1]
+    runs = right_TI.int().cumprod(1).sum(1).tolist()
+    while root < end:
+        accepted = min(runs[root - 1], end - root)
+        emitted = min(accepted + 1, end - root)
+        out.accepted.append(accepted)
+        out.emitted.append(emitted)
+        root += emitted
+    return out
+
+
+@torch.inference_mode()
+def rollout_tau(
+    head: DraftHead, target: Target, reader: FeatureReader, depth: int, tokens_per_batch: int, limit: int | None = None
+) -> Cycles:
+    """All cycles of a greedy chain of `depth` over the stored (greedy, on-policy) documents."""
+    total = Cycles()
+    for group in whole_batches(reader, tokens_per_batch, limit):
+        documents = [reader[document] for document in group]
+        batch = pack(documents).to(target.device, target.dtype)
+        right_TI = head.agreement(batch, target, depth).cpu()
+        for mask_T, part in zip((d.mask_T for d in documents), right_TI.split([len(d.ids_T) for d in documents])):
+            cycles = replay(mask_T, part)
+            total.accepted += cycles.accepted
+            total.emitted += cycles.emitted
+    return total

@@ -1,0 +1,270 @@
+"""EAGLE-3 (arXiv 2503.01840): fused taps, one decoder layer over [embedding ; feature], training-time test, reduced vocabulary.
+
+The module computes exactly what vLLM and SGLang compute for `LlamaForCausalLMEagle3`: the residual is the fused feature before
+`hidden_norm` (norm_before_residual false), logits come from `norm`, and the state fed to the next step is the one before `norm`.
+
+Shapes: B rows, M new rows, k frontier nodes, T packed tokens, P live rows, K taps, D target width, H head width (= D),
+V target vocabulary, W draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor, nn
+
+from headwright.configs import UserError
+from headwright.data.batch import FeatureBatch
+from headwright.data.cache import KVCache
+from headwright.data.target import Target, TargetSpec
+from headwright.data.vocab import DraftVocab
+from headwright.heads.base import Context, DraftHead, Export, HeadLoss
+from headwright.heads.draft_tree import Tree, TreeShape, grow
+from headwright.heads.layers import Attention, RMSNorm, Rotary, SwiGLU, attend
+from headwright.heads.losses import acceptance, choose_loss
+from headwright.heads.ttt import rollout
+
+
+@dataclass
+class Config:
+    """Keys of an EAGLE-3 head."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    steps: Annotated[int, "length of the training-time test: how many of its own outputs the head learns to read", Ge(1)] = 3
+    step_weight: Annotated[float, "weight of step i is step_weight**i", Gt(0), Le(1)] = 0.8
+    loss: Annotated[str, "kl, tv or lk"] = "kl"
+    fc_norm: Annotated[bool, "RMSNorm on each tap before they are fused; taps differ widely in scale"] = True
+    out_of_vocab: Annotated[
+        Literal["drop", "renormalise"],
+        "rows where the target's first choice is outside the draft vocabulary: no loss, or loss on the rest of the mass",
+    ] = "drop"
+    intermediate_size: Annotated[int | None, "width of the MLP; default: the target's", Gt(0)] = None
+
+
+class Layer(nn.Module):
+    """The decoder layer: attention reads [norm(embedding) ; norm(feature)], the residual is the feature itself."""
+
+    def __init__(self, spec: TargetSpec, inner: int):
+        super().__init__()
+        width, eps = spec.hidden_size, spec.rms_norm_eps
+        rotary = Rotary(spec.rope, spec.head_dim)
+        self.self_attn = Attention(2 * width, width, spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary)
+        self.mlp = SwiGLU(width, inner)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+    def mix(self, embedding_XH: Tensor, feature_XH: Tensor) -> Tensor:
+        """The attention's input [..., 2H]."""
+        return torch.cat([self.input_layernorm(embedding_XH), self.hidden_norm(feature_XH)], dim=-1)
+
+    def finish(self, feature_XH: Tensor, mixed_XQE: Tensor) -> Tensor:
+        """Output projection, residual, MLP, residual."""
+        middle_XH = feature_XH + self.self_attn.output(mixed_XQE)
+        return middle_XH + self.mlp(self.post_attention_layernorm(middle_XH))
+
+
+class Head(DraftHead):
+    """The trainable head."""
+
+    config: Config
+
+    def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
+        super().__init__(config, spec, taps, vocab)
+        width, eps = spec.hidden_size, spec.rms_norm_eps
+        self.measure = choose_loss(config.loss)
+        self.fc = nn.Linear(len(taps) * width, width, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in taps)
+        self.midlayer = Layer(spec, config.intermediate_size or spec.intermediate_size)
+        self.norm = RMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, len(vocab), bias=False)
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """The lm_head starts from the target's rows of the draft vocabulary."""
+        self.lm_head.weight.copy_(target.lm_head.weight[self.ids_W.to(target.device)])
+
+    def fuse(self, taps_XKD: Tensor) -> Tensor:
+        """Taps → one feature [..., H]."""
+        if self.config.fc_norm:
+            normed = [norm(taps_XKD[..., k, :]) for k, norm in enumerate(self.fc_norm)]
+            return self.fc(torch.cat(normed, dim=-1))
+        return self.fc(taps_XKD.flatten(-2))
+
+    def loss(self, batch: FeatureBatch, target: Target) -> HeadLoss:
+        """Σ_i step_weight^i Σ_rows loss(p, q_i), with per-step metrics.
+
+        loss_i: mean loss; alpha_i: Σ min(p, q), the acceptance of a sampled draft; agree_i: head's and target's first choices
+        are the same.
+        """
+        outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, self.config.steps)
+        probs_RW, sayable_R = self.target_probs(batch, target)
+        total, metrics = outputs[0].sum() * 0.0, {}
+        for i, feature_PH in enumerate(outputs):
+            bears_P = live.bears_PI[:, i] & sayable_R[live.target_PI[:, i]] if len(sayable_R) else live.bears_PI[:, i]
+            rows_P = torch.nonzero(bears_P)[:, 0]
+            place = live.target_PI[rows_P, i]
+            probs_PW, logq_PW = probs_RW[place], self.logits(feature_PH[rows_P]).float().log_softmax(-1)
+            loss_P = self.measure(probs_PW, logq_PW)
+            total = total + self.config.step_weight**i * loss_P.sum()
+            metrics |= self.step_metrics(i, loss_P, probs_PW, logq_PW, batch.argmax_R[place], live.bears_PI[:, i].sum())
+        return HeadLoss(total, metrics)
+
+    @torch.no_grad()
+    def target_probs(self, batch: FeatureBatch, target: Target) -> tuple[Tensor, Tensor]:
+        """The target's distributions over the draft vocabulary [R, W], once for all steps, and which of them bear loss."""
+        probs_RW = target.logits(batch.last_RD, self.ids_W).float().softmax(-1)
+        if self.config.out_of_vocab == "renormalise":
+            return probs_RW, torch.ones_like(batch.argmax_R, dtype=torch.bool)
+        return probs_RW, self.index_V[batch.argmax_R] >= 0
+
+    @torch.no_grad()
+    def step_metrics(
+        self, i: int, loss_P: Tensor, probs_PW: Tensor, logq_PW: Tensor, argmax_P: Tensor, bearing: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Metrics of one step. What the head cannot say counts as a miss."""
+        count = torch.tensor(float(len(loss_P)), device=loss_P.device)
+        agree = (self.ids_W[logq_PW.argmax(-1)] == argmax_P).sum()
+        return {
+            f"loss_{i}": (loss_P.detach().sum(), count),
+            f"alpha_{i}": (acceptance(probs_PW, logq_PW).sum(), bearing),
+            f"agree_{i}": (agree, bearing),
+        }
+
+    def logits(self, feature_XH: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..., W]."""
+        return self.lm_head(self.norm(feature_XH))
+
+    @torch.no_grad()
+    def agreement(self, batch: FeatureBatch, target: Target, steps: int) -> Tensor:
+        """Greedy guesses against the text, [T, steps]."""
+        outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, steps)
+        right = torch.zeros(len(batch.ids_T), steps, dtype=torch.bool, device=batch.ids_T.device)
+        for i, feature_PH in enumerate(outputs):
+            guess_P = self.ids_W[self.logits(feature_PH).argmax(-1)]
+            right[live.rows_P, i] = (guess_P == live.labels_PI[:, i]) & live.bears_PI[:, i]
+        return right
+
+    def start(self, batch: int, slots: int) -> KVCache:
+        """The head's own cache: one layer, a slot per row."""
+        spec, weight = self.spec, self.fc.weight
+        return KVCache(1, batch, spec.num_kv_heads, slots, spec.head_dim, weight.dtype, weight.device)
+
+    @torch.inference_mode()
+    def propose(self, state: KVCache, context: Context, shape: TreeShape) -> Tree:
+        """Take in the rows that the target has confirmed, then draft below the root."""
+        feature_BMH = self.fuse(context.taps_BMKD)
+        positions_BM = state.next_slots(feature_BMH.shape[1])
+        mask = state.visible(feature_BMH.shape[1])
+        hidden_BMH = self.run(state, context.target.embed(context.tokens_BM), feature_BMH, positions_BM, mask)
+        state.advance(feature_BMH.shape[1])
+        drafting = Drafting(self, state, context.target, hidden_BMH[:, -1:])
+        logits_BW = self.logits(hidden_BMH[:, -1])
+        tree = grow(shape, context.root_B, logits_BW, drafting.step, self.ids_W, context.policy, context.uniform)
+        drafting.forget()
+        return tree
+
+    def run(self, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """The layer on new rows [B, M, H] with a cache; the caller advances it."""
+        layer = self.midlayer
+        mixed = layer.mix(embedding, feature)
+        keys, values = layer.self_attn.keys_values(mixed, positions)
+        keys, values = cache.write(0, keys.transpose(1, 2), values.transpose(1, 2))
+        attended = attend(layer.self_attn.query(mixed, positions), keys, values, mask)
+        return layer.finish(feature, attended)
+
+    def export(self, engine: str) -> Export:
+        """One directory for vLLM and SGLang (reference formats: vLLM 0.32, SGLang 0.5.23)."""
+        if engine != "portable":
+            raise UserError(f"export.engines {engine!r}: an EAGLE-3 head exports as: portable")
+        tensors = dict(self.state_dict())
+        if not self.vocab.full:
+            tensors |= {"d2t": self.vocab.d2t_W, "t2d": self.vocab.t2d_V}
+        return Export(tensors, portable_config(self))
+
+
+class Drafting:
+    """One draft: its frontier, and who sees whom among the speculative cache entries."""
+
+    def __init__(self, head: Head, cache: KVCache, target: Target, hidden_B1H: Tensor):
+        self.head, self.cache, self.target = head, cache, target
+        self.hidden_BkH = hidden_B1H
+        self.committed = list(cache.lengths)
+        self.depth = 0  # levels below the root that have been run
+        self.sees_Bks = torch.zeros(len(cache.lengths), 1, 0, dtype=torch.bool, device=cache.device)
+
+    def step(self, tokens_Bk: Tensor, parents_Bk: Tensor) -> Tensor:
+        """Run the head on a new frontier. Each node reads its parent's output, and attends to the committed rows, its ancestors
+        and itself."""
+        batch, count = tokens_Bk.shape
+        start_B = torch.tensor(self.committed, device=tokens_Bk.device)
+        feature_BkH = self.hidden_BkH.gather(1, parents_Bk[..., None].expand(-1, -1, self.hidden_BkH.shape[2]))
+        inherited = self.sees_Bks.gather(1, parents_Bk[..., None].expand(-1, -1, self.sees_Bks.shape[2]))
+        own = torch.eye(count, dtype=torch.bool, device=tokens_Bk.device).expand(batch, count, count)
+        self.sees_Bks = torch.cat([inherited, own], dim=2)
+        positions_Bk = (start_B[:, None] + self.depth).expand(batch, count)
+        self.hidden_BkH = self.head.run(
+            self.cache, self.target.embed(tokens_Bk), feature_BkH, positions_Bk, self.mask(start_B, count)
+        )
+        self.cache.advance(count)
+        self.depth += 1
+        return self.head.logits(self.hidden_BkH)
+
+    def mask(self, start_B: Tensor, count: int) -> Tensor:
+        """Attention mask [B, k, S] of the frontier."""
+        slots = torch.arange(self.cache.room(count), device=start_B.device)
+        mask = (slots < start_B[:, None, None]).expand(-1, count, -1).clone()
+        speculative = start_B[:, None, None] + torch.arange(self.sees_Bks.shape[2], device=start_B.device)
+        return mask.scatter_(2, speculative.expand_as(self.sees_Bks), self.sees_Bks)
+
+    def forget(self) -> None:
+        """Drop the speculative entries."""
+        for row, length in enumerate(self.committed):
+            self.cache.truncate(row, length)
+
+
+def portable_config(head: Head) -> dict[str, Any]:
+    """config.json for both engines.
+
+    vLLM numbers captured states by how many layers came before (our taps), SGLang by the layer whose output they are (one less);
+    vLLM reads the top-level list first, SGLang only the nested one. Rotary keys are written in both spellings.
+    """
+    spec, taps = head.spec, list(head.taps)
+    rope = dict(spec.rope)
+    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": head.config.intermediate_size or spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "vocab_size": spec.vocab_size,
+        "draft_vocab_size": len(head.vocab),
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+        "num_aux_hidden_states": len(taps),
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps],
+            "norm_before_fc": False,
+        },
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": head.config.fc_norm,
+        "norm_output": False,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
+    }

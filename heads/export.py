@@ -1,0 +1,272 @@
+"""Head → engine directories, re-read and checked. Runnable: `python heads/export.py --config …` or `headwright export`.
+
+The writer works from a table of tensor names and shapes and refuses what is missing, extra, mis-shaped, NaN or all zero: engines
+are silent about such faults and serve them as τ = 1.0. Formats: vLLM 0.32, SGLang 0.5.23.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headwright.configs import RunConfig, UserError
+from headwright.configs.command import run_stage
+from headwright.configs.console import duration, say, size, table
+from headwright.data.harvest import store_path
+from headwright.data.sampling import Policy
+from headwright.data.store import FeatureReader, replace_with, write_json
+from headwright.data.target import Target
+from headwright.heads.base import Context, DraftHead, Export, load_head
+from headwright.heads.draft_tree import TreeShape
+from headwright.heads.readback import PlainEagle3
+
+SECTIONS = ("export",)
+ABOUT = "Write the head as a directory that vLLM and SGLang load, read it back and compare drafts."
+DRAFTS = 5
+
+
+def eagle3_table(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an EAGLE-3 directory and its shape: no less, no more."""
+    H, D, V = config["hidden_size"], config["hidden_size"], config["vocab_size"]  # own width ≠ target's: not yet
+    W, inner, taps = config["draft_vocab_size"], config["intermediate_size"], config["num_aux_hidden_states"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (H, taps * D),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, queries),
+        "midlayer.mlp.gate_proj.weight": (inner, H),
+        "midlayer.mlp.up_proj.weight": (inner, H),
+        "midlayer.mlp.down_proj.weight": (H, inner),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "norm.weight": (H,),
+        "lm_head.weight": (W, H),
+    }
+    if config["fc_norm"]:
+        shapes |= {f"fc_norm.{k}.weight": (D,) for k in range(taps)}
+    if W != V:
+        shapes |= {"d2t": (W,), "t2d": (V,)}
+    return shapes
+
+
+def check_tensors(export: Export) -> None:
+    """Refuse what an engine would serve wrongly without a word."""
+    wanted = eagle3_table(export.config)
+    missing, extra = sorted(wanted.keys() - export.tensors.keys()), sorted(export.tensors.keys() - wanted.keys())
+    if missing or extra:
+        raise UserError(f"export: tensors missing {missing}, not known to the format {extra}")
+    for name, tensor in export.tensors.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise UserError(f"export: {name} has shape {tuple(tensor.shape)}, the format wants {wanted[name]}")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"export: {name} holds NaN or infinite values: the head is broken")
+        if tensor.is_floating_point() and not tensor.any():
+            raise UserError(f"export: {name} is all zero: the head was not trained")
+    if "d2t" in export.tensors:
+        check_vocab(export)
+
+
+def check_vocab(export: Export) -> None:
+    """d2t holds offsets, ascending and unique, and agrees with t2d."""
+    d2t, t2d = export.tensors["d2t"].cpu(), export.tensors["t2d"].cpu()
+    ids = torch.arange(len(d2t)) + d2t
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        raise UserError(f"export: d2t must be int64 and t2d bool, they are {d2t.dtype} and {t2d.dtype}")
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= len(t2d) or not t2d[ids].all() or int(t2d.sum()) != len(ids):
+        raise UserError("export: d2t and t2d disagree: target id = draft id + d2t[draft id] must be ascending and inside t2d")
+
+
+def export_run(run: RunConfig, dry_run: bool = False) -> None:
+    """All engine directories of a run."""
+    if dry_run:
+        return
+    started = time.perf_counter()
+    reader = FeatureReader(store_path(run, "held-out"))
+    target = Target.load(run.target, reader.manifest.taps, "cpu")
+    head = load_head(run.directory / "head", target).float().eval()
+    cases = draft_cases(reader, run.export.prompts)
+    rows = []
+    for engine in run.export.engines:
+        folder = run.directory / "export" / engine
+        dtype = target_dtype(run, reader)
+        export = with_dtype(head.export(engine), dtype)
+        write_directory(folder, export)
+        proof = read_back(folder, head, target, cases, dtype)
+        write_json(folder / "headwright.json", provenance(run, head, proof))
+        write_text(folder / "SERVE.md", serve_notes(run, head, folder))
+        rows.append((engine, str(folder), size((folder / "model.safetensors").stat().st_size), str(dtype)[6:], f"{proof.equal}/{proof.drafted}"))
+    table("exports", ("engine", "directory", "size", "dtype", "drafts read back equal"), rows)
+    say(f"export took {duration(time.perf_counter() - started)}; launch lines: SERVE.md in each directory")
+
+
+def target_dtype(run: RunConfig, reader: FeatureReader) -> torch.dtype:
+    """The dtype of the written weights."""
+    name = reader.manifest.target["dtype"] if run.export.dtype == "target" else run.export.dtype
+    return getattr(torch, name)
+
+
+def with_dtype(export: Export, dtype: torch.dtype) -> Export:
+    """Weights in `dtype`, maps as they are; both spellings of the config key, since engines read one or the other."""
+    tensors = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in export.tensors.items()
+    }
+    name = str(dtype).removeprefix("torch.")
+    return Export(tensors, export.config | {"torch_dtype": name, "dtype": name})
+
+
+def write_directory(folder: Path, export: Export) -> None:
+    """config.json and model.safetensors, checked first."""
+    check_tensors(export)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_with(folder / "model.safetensors", lambda path: save_file(export.tensors, path, {"format": "pt"}))
+    write_json(folder / "config.json", export.config)
+
+
+@dataclass
+class Case:
+    """A prompt's features and following tokens, from which to draft."""
+
+    following: list[int]
+    taps_TKD: Tensor
+    last_TD: Tensor
+
+
+@dataclass
+class Proof:
+    """Drafts of the written files against those of the head, and the dtype of the files."""
+
+    drafted: int
+    equal: int
+    dtype: str
+
+
+def draft_cases(reader: FeatureReader, count: int) -> list[Case]:
+    """Held-out documents, each cut in the middle of its answer."""
+    cases = []
+    for document in reader:
+        answer = torch.nonzero(document.mask_T)[:, 0].tolist()
+        if len(answer) < 4:
+            continue
+        cut = answer[len(answer) // 2]
+        taps = document.taps_TKD[:cut].float()
+        cases.append(Case(document.ids_T[1 : cut + 1].tolist(), taps, torch.zeros(cut, taps.shape[-1])))
+        if len(cases) == count:
+            return cases
+    if not cases:
+        raise UserError(f"{reader.root}: no answer long enough to compare drafts on")
+    return cases
+
+
+def read_back(folder: Path, head: DraftHead, target: Target, cases: Sequence[Case], dtype: torch.dtype) -> Proof:
+    """Draft with the written files and with the head. In fp32 every token must be equal."""
+    reader = PlainEagle3(folder)
+    reader.w = {name: w.float() if w.is_floating_point() else w for name, w in reader.w.items()}
+    embedding = target.embed(torch.arange(head.spec.vocab_size)).float()
+    equal = 0
+    for case in cases:
+        theirs = reader.draft(embedding, case.following, case.taps_TKD, DRAFTS)
+        ours = head_drafts(head, target, case)
+        equal += sum(a == b for a, b in zip(theirs, ours))
+        if dtype == torch.float32 and theirs != ours:
+            raise UserError(f"export {folder}: the written files draft {theirs}, the head drafts {ours}: do not serve this")
+    return Proof(DRAFTS * len(cases), equal, str(dtype).removeprefix("torch."))
+
+
+def head_drafts(head: DraftHead, target: Target, case: Case) -> list[int]:
+    """The trained head's greedy chain."""
+    context = Context(
+        target,
+        torch.tensor([case.following]),
+        case.taps_TKD[None],
+        case.last_TD[None],
+        Policy(),
+        lambda: torch.zeros(1, dtype=torch.float64),
+    )
+    state = head.start(1, len(case.following) + DRAFTS)
+    return head.propose(state, context, TreeShape("chain", DRAFTS, 1, DRAFTS)).tokens_BN[0, 1:].tolist()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text by atomic rename."""
+    replace_with(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+
+
+def measured(run: RunConfig) -> dict[str, Any] | None:
+    """The first entry of the run's report, if it was evaluated."""
+    path = run.directory / "report.json"
+    if not path.is_file():
+        return None
+    report = json.loads(path.read_text(encoding="utf-8"))
+    entry = report["entries"][0]
+    keys = ("drafter", "shape", "temperature", "acceptance_length", "acceptance_length_ci95", "accepted_per_position")
+    return {key: entry[key] for key in keys} | {"answers": report["answers"]}
+
+
+def provenance(run: RunConfig, head: DraftHead, proof: Proof) -> dict[str, Any]:
+    """headwright.json: where the head comes from and what was measured."""
+    return {
+        "head": asdict(head.config),
+        "target": asdict(head.spec),
+        "taps": list(head.taps),
+        "draft_vocab_size": len(head.vocab),
+        "read_back": asdict(proof),
+        "measured": measured(run),
+        "formats": {"vllm": "0.32", "sglang": "0.5.23"},
+    }
+
+
+def serve_notes(run: RunConfig, head: DraftHead, folder: Path) -> str:
+    """SERVE.md: the exact launch lines and what to expect."""
+    target = run.export.name_or_path or run.target.model
+    result = measured(run)
+    expect = (
+        f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, greedy, {result['answers']['data']})."
+        if result and result["shape"]["kind"] == "chain"
+        else "Not measured yet: run `headwright eval`, then export again."
+    )
+    spec = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+    norms = (
+        "\nThe head norms each tap before fusing (`fc_norm`, an EAGLE-3.1 option). vLLM 0.32 and SGLang 0.5.23 read it; "
+        "engines that do not know it would serve the head wrongly.\n"
+        if getattr(head.config, "fc_norm", False)
+        else ""
+    )
+    return f"""# Serving this head
+
+Target: `{target}`. {expect}
+
+vLLM (0.32 or later; drafts chains):
+
+    vllm serve {target} --speculative-config '{spec}'
+
+SGLang (0.5.23 or later; drafts trees when `--speculative-eagle-topk` is above 1):
+
+    python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
+      --speculative-draft-model-path {folder} \\
+      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+{norms}
+Compare: vLLM's mean acceptance length and SGLang's `accept len` count the bonus token, as our τ does. Both depend on the number
+of drafted tokens: K = 3 accepts less per pass than K = 5. A value near 1.0 means that something is wrong, not that the head is weak.
+
+The embedding is the target's own and is not in this directory; engines share it.
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    run_stage("headwright export", ABOUT, SECTIONS, export_run, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""`headwright harvest | train | eval | export | plan`. Imports a stage only when it is asked for."""
+
+import importlib
+import sys
+
+STAGES = {
+    "harvest": ("headwright.data.harvest", "run the target over the corpus and store its hidden states"),
+    "train": ("headwright.train.run", "train a draft head on them"),
+    "eval": ("headwright.eval.acceptance", "measure τ, speed and losslessness; write report.json and report.html"),
+    "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
+    "plan": ("headwright.train.plan", "disk, memory and time of a run, before anything is spent"),
+}
+
+
+def usage() -> str:
+    """The help text."""
+    lines = [f"  {name:8} {about}" for name, (_, about) in STAGES.items()]
+    return (
+        "headwright: train draft heads for speculative decoding, and prove what they are worth\n\n"
+        "usage: headwright STAGE --config FILE [--dry-run] [section.key=value …]\n\n"
+        + "\n".join(lines)
+        + "\n\nheadwright STAGE --help explains every key of its sections. Start here:\n"
+        "  headwright harvest --config configs/smollm2-eagle3.yaml"
+    )
+
+
+def main() -> None:
+    """Console script."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if arguments[0] not in STAGES:
+        import difflib
+
+        near = difflib.get_close_matches(arguments[0], STAGES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"stages: {', '.join(STAGES)}"
+        print(f"error: no stage {arguments[0]!r}; {hint}", file=sys.stderr)
+        sys.exit(2)
+    importlib.import_module(STAGES[arguments[0]][0]).main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main()
