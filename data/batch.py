@@ -2,13 +2,13 @@
 
 Shapes: T packed tokens, K taps, D target width, R positions whose `last` is stored, P live rows.
 
-Alignment. Row t of a head reads the embedding of x_{t+1} and the feature of position t, at rotary position t, and predicts
-x_{t+2}. At step i of a rollout everything on the token side moves left by i: row t then reads x_{t+1+i} and predicts x_{t+2+i};
-its distribution under the target comes from `last` at position t+1+i.
+Alignment. Row t of a head reads the embedding of x_{t+1} and the feature of position t, at rotary position t, and
+predicts x_{t+2}. At step i of a rollout everything on the token side moves left by i: row t then reads x_{t+1+i} and
+predicts x_{t+2+i}; its distribution under the target comes from `last` at position t+1+i.
 
-A row starts a rollout when its own token x_{t+1} is a response token, which is where serving starts to draft. It bears loss at
-step i while x_{t+1} … x_{t+2+i} are response tokens of one turn. Turns are separated by template tokens, so one turn is one
-unbroken run of the mask.
+A row starts a rollout when its own token x_{t+1} is a response token, which is where serving starts to draft. It bears
+loss at step i while x_{t+1} … x_{t+2+i} are response tokens of one turn. Turns are separated by template tokens, so one
+turn is one unbroken run of the mask.
 """
 
 from collections.abc import Sequence
@@ -94,8 +94,8 @@ def loss_mask(mask_T: Tensor, segment_T: Tensor, step: int) -> Tensor:
 class LiveRows:
     """The rows that start a rollout, and for each step what they read and what they are compared with.
 
-    rows_P: their place t. For step i of n: tokens_PI x_{t+1+i}; labels_PI x_{t+2+i}; bears_PI; target_PI the place in `last_RD`
-    of position t+1+i (0 where the row bears no loss).
+    rows_P: their place t. For step i of n: tokens_PI x_{t+1+i}; labels_PI x_{t+2+i}; bears_PI; target_PI the place in
+    `last_RD` of position t+1+i (0 where the row bears no loss).
     """
 
     rows_P: Tensor

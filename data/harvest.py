@@ -1,7 +1,7 @@
 """Corpus → target → feature store. Runnable: `accelerate launch data/harvest.py --config …` or `headwright harvest`.
 
-Work is cut into units of a few documents; each unit becomes one shard, whole or absent. Any number of processes share the
-units; a harvest that was killed continues with those that are missing.
+Work is cut into units of a few documents; each unit becomes one shard, whole or absent. Any number of processes share
+the units; a harvest that was killed continues with those that are missing.
 """
 
 import time
@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from accelerate import PartialState
 
@@ -116,7 +115,9 @@ def document_jobs(run: RunConfig, target: Target, document: Document, held_out: 
         return [Job(document, ids, mask)]
     ids = encode_prompt(document, target.tokenizer)
     if len(ids) + run.answers.max_new_tokens > limit:
-        raise ValueError(f"prompt and answer are longer than {limit} tokens (corpus.max_length, or the target's context)")
+        raise ValueError(
+            f"prompt and answer are longer than {limit} tokens (corpus.max_length, or the target's context)"
+        )
     return [Job(document, ids, None, sample) for sample in range(1 if held_out else document.samples)]
 
 
@@ -193,7 +194,18 @@ def show_stores(run: RunConfig) -> None:
             continue
         rate = m.tokens / m.seconds if m.seconds else 0
         per_token = m.bytes / m.tokens if m.tokens else 0
-        rows.append((side, m.documents, m.tokens, m.response_tokens, size(m.bytes), f"{per_token:.0f}", duration(m.seconds), f"{rate:.0f}"))
+        rows.append(
+            (
+                side,
+                m.documents,
+                m.tokens,
+                m.response_tokens,
+                size(m.bytes),
+                f"{per_token:.0f}",
+                duration(m.seconds),
+                f"{rate:.0f}",
+            )
+        )
     table(
         f"features in {run.directory}",
         ("store", "documents", "tokens", "response tokens", "size", "bytes/token", "time", "tokens/s"),

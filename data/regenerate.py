@@ -1,8 +1,8 @@
 """The target's own answers, with its hidden states kept from the same run.
 
-A head serves text that the target writes, so it should learn on such text (on-policy). Answers are generated in batches with
-ragged prompts; a row leaves the batch when its answer ends. Sampling is per row: a row's text does not depend on its batch,
-up to floating-point rounding.
+A head serves text that the target writes, so it should learn on such text (on-policy). Answers are generated in batches
+with ragged prompts; a row leaves the batch when its answer ends. Sampling is per row: a row's text does not depend on
+its batch, up to floating-point rounding.
 
 Shapes: B rows of a batch, N new tokens, K taps, D target width, V vocabulary.
 """

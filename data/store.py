@@ -3,9 +3,9 @@
     features/manifest.json       what the features are of; written before the first shard, completed after the last
     features/shard-00000.safetensors …
 
-A shard is one unit of work. It appears by atomic rename, so a shard that exists is whole; a killed harvest continues with the
-units that have none. A shard holds its documents behind each other: ids [T], mask [T], taps [T, K, D], last [R, D] with
-argmax [R] and logz [R] for loss-bearing positions only, and offsets [documents + 1, 2] into T and R.
+A shard is one unit of work. It appears by atomic rename, so a shard that exists is whole; a killed harvest continues
+with the units that have none. A shard holds its documents behind each other: ids [T], mask [T], taps [T, K, D], last
+[R, D] with argmax [R] and logz [R] for loss-bearing positions only, and offsets [documents + 1, 2] into T and R.
 """
 
 import json
@@ -69,7 +69,13 @@ class FeatureWriter:
         """Units that still have no shard."""
         return [unit for unit in range(self.manifest.units) if not self.path(unit).exists()]
 
-    def write(self, unit: int, documents: Sequence[DocumentFeatures], notes: Sequence[dict[str, Any]], seconds: float) -> None:
+    def write(
+        self,
+        unit: int,
+        documents: Sequence[DocumentFeatures],
+        notes: Sequence[dict[str, Any]],
+        seconds: float,
+    ) -> None:
         """Write one unit whole. `notes` describes each document (key, source, place)."""
         ends = torch.tensor([[0, 0], *([len(d.ids_T), len(d.last_RD)] for d in documents)]).cumsum(0)
         dtype = DTYPES[self.manifest.dtype]
@@ -127,7 +133,9 @@ def refuse_broken(tensors: dict[str, Tensor], notes: Sequence[dict[str, Any]], e
         if not finite.all():
             row = int(finite.int().argmin())
             document = int(torch.searchsorted(ends[1:, column].contiguous(), row, right=True))
-            raise UserError(f"harvest: {notes[document]['place']}: the target's states are not finite in {name}, row {row}")
+            raise UserError(
+                f"harvest: {notes[document]['place']}: the target's states are not finite in {name}, row {row}"
+            )
 
 
 def refuse_other(found: Manifest, wanted: Manifest, root: Path) -> None:
@@ -165,7 +173,12 @@ class FeatureReader:
         tokens = {name: shard.get_slice(name)[token:token_end] for name in ("ids", "mask", "taps")}
         rows = {name: shard.get_slice(name)[row:row_end] for name in ("last", "argmax", "logz")}
         return DocumentFeatures(
-            tokens["ids"].long(), tokens["mask"], tokens["taps"], rows["last"], rows["argmax"].long(), rows["logz"]
+            tokens["ids"].long(),
+            tokens["mask"],
+            tokens["taps"],
+            rows["last"],
+            rows["argmax"].long(),
+            rows["logz"],
         )
 
     def __iter__(self) -> Iterator[DocumentFeatures]:

@@ -14,8 +14,8 @@ from headwright.data.store import FeatureReader
 class FeatureStream:
     """Steps of micro-batches for one of `world` ranks.
 
-    One optimizer step takes `world · accumulate` consecutive batches of the epoch's order; rank r takes its share. Which
-    documents make a step depends neither on `world` nor on `accumulate` alone, only on their product.
+    One optimizer step takes `world · accumulate` consecutive batches of the epoch's order; rank r takes its share.
+    Which documents make a step depends neither on `world` nor on `accumulate` alone, only on their product.
     """
 
     reader: FeatureReader

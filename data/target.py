@@ -1,7 +1,7 @@
 """The target: the frozen model that a head drafts for. The only code that knows Hugging Face model classes.
 
-Shapes: B rows, N new tokens, S key slots, T tokens of one document, K taps, D target width, V vocabulary, Q query heads,
-G key-value heads, E head width.
+Shapes: B rows, N new tokens, S key slots, T tokens of one document, K taps, D target width, V vocabulary, Q query
+heads, G key-value heads, E head width.
 
 Taps. Tap i is the residual stream after i decoder layers (0: embeddings), before any final norm; `last` is the state
 after the final norm, the lm_head's direct input. `Target.check` proves both against Hugging Face's own output.
@@ -156,7 +156,9 @@ class Target:
         self.check()
 
     @classmethod
-    def load(cls, config: TargetConfig, taps: Sequence[int] | str = "auto", device: str | torch.device = "cpu") -> "Target":
+    def load(
+        cls, config: TargetConfig, taps: Sequence[int] | str = "auto", device: str | torch.device = "cpu"
+    ) -> "Target":
         """The model that `config` names, on `device`, its contract checked. Raises UserError if it cannot be had."""
         device = torch.device(device)
         where = locate(config.model)
@@ -190,14 +192,18 @@ class Target:
         return F.embedding(ids_X, self.model.get_input_embeddings().weight)
 
     def logits(self, last_XD: Tensor, ids_W: Tensor | None = None) -> Tensor:
-        """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping; of `ids_W` only, if given."""
+        """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping; of `ids_W` only, if
+        given.
+        """
         logits_XV = self.lm_head(last_XD) if ids_W is None else F.linear(last_XD, *self.lm_head_rows(ids_W))
         logits_XV = logits_XV * getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
         cap = getattr(self.text, "final_logit_softcapping", None)
         return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
 
     def lm_head_rows(self, ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every step."""
+        """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every
+        step.
+        """
         if self.kept_rows is None or self.kept_rows[0] is not ids_W:
             bias = self.lm_head.bias
             self.kept_rows = (ids_W, self.lm_head.weight[ids_W], None if bias is None else bias[ids_W])
@@ -206,9 +212,7 @@ class Target:
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache for `batch` rows of at most `slots` tokens."""
         spec = self.spec
-        return KVCache(
-            spec.num_layers, batch, spec.num_kv_heads, slots, spec.head_dim, self.dtype, self.device
-        )
+        return KVCache(spec.num_layers, batch, spec.num_kv_heads, slots, spec.head_dim, self.dtype, self.device)
 
     @torch.inference_mode()
     def extend(
@@ -424,7 +428,9 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def weight_fingerprint(model: nn.Module) -> str:
-    """A hash of every parameter's name and shape and of 64 spread values of each: cheap, and changes with any fine-tune."""
+    """A hash of every parameter's name and shape and of 64 spread values of each: cheap, and changes with any fine-
+    tune.
+    """
     state = xxhash.xxh64()
     for name, weight in model.named_parameters():
         flat = weight.detach().flatten()

@@ -25,9 +25,7 @@ from headwright.data.store import FeatureReader, write_json
 from headwright.data.target import Target
 from headwright.eval.decode import Drafter, Generation, decode_plain, speculate
 from headwright.eval.drafters import PromptLookup
-from headwright.eval.prompts import Prompt, held_out_prompts
-from headwright.eval.report import write_html
-from headwright.eval.statistics import (
+from headwright.eval.metrics import (
     DEFINITIONS,
     acceptance_metrics,
     bootstrap,
@@ -35,6 +33,8 @@ from headwright.eval.statistics import (
     repeated_4grams,
     tokens_per_second,
 )
+from headwright.eval.prompts import Prompt, held_out_prompts
+from headwright.eval.report import write_html
 from headwright.heads.base import load_head
 from headwright.heads.draft_tree import TreeShape
 
@@ -216,9 +216,20 @@ def losslessness(
         if place is None and len(text) == len(plain):
             continue
         place = min(len(text), len(plain)) if place is None else place
-        different.append({"place": prompt.place, "token": place, "logit_gap": logit_gap(target, prompt, text, plain, place)})
+        different.append(
+            {
+                "place": prompt.place,
+                "token": place,
+                "logit_gap": logit_gap(target, prompt, text, plain, place),
+            }
+        )
     identical = len(prompts) - len(different)
-    return {"prompts": len(prompts), "identical": identical, "greedy_identity": identical / len(prompts), "divergences": different}
+    return {
+        "prompts": len(prompts),
+        "identical": identical,
+        "greedy_identity": identical / len(prompts),
+        "divergences": different,
+    }
 
 
 def logit_gap(target: Target, prompt: Prompt, text: list[int], plain: list[int], place: int) -> float | None:
@@ -295,7 +306,17 @@ def show(report: dict[str, Any]) -> None:
                 "–" if lossless is None else f"{lossless['identical']}/{lossless['prompts']}",
             )
         )
-    columns = ("drafter", "shape", "T", "τ [95 %]", "accepted ≥1 ≥2 …", "tok/s", "speed-up here", "modelled GPU", "same text")
+    columns = (
+        "drafter",
+        "shape",
+        "T",
+        "τ [95 %]",
+        "accepted ≥1 ≥2 …",
+        "tok/s",
+        "speed-up here",
+        "modelled GPU",
+        "same text",
+    )
     table("acceptance on held-out prompts", columns, rows)
     first = report["entries"][0]
     say(

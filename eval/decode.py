@@ -91,7 +91,8 @@ def speculate(
 ) -> Generation:
     """Continue `prompt` by speculative decoding; the text is the target's own.
 
-    Ends at an end token, or after exactly `max_new_tokens`; both cut inside an accepted path, before anything is counted.
+    Ends at an end token, or after exactly `max_new_tokens`; both cut inside an accepted path, before anything is
+    counted.
     """
     policy = policy or Policy()
     check_room(target, prompt, max_new_tokens)

@@ -11,15 +11,24 @@ import matplotlib
 from headwright.data.store import replace_with
 
 matplotlib.use("svg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib import pyplot as plt
 
-COLOURS = {"draft": "#4c78a8", "verify": "#f58518", "select": "#54a24b", "commit": "#b279a2", "other": "#9d9da1"}
+COLOURS = {
+    "draft": "#4c78a8",
+    "verify": "#f58518",
+    "select": "#54a24b",
+    "commit": "#b279a2",
+    "other": "#9d9da1",
+}
 
 
 def write_html(directory: Path, report: dict[str, Any]) -> None:
     """Render `report` (and the training curve, where there is one) into directory/report.html."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     plots = {
         "rates": plot_rates(report["entries"]),
@@ -33,7 +42,9 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
 
 def label(entry: dict[str, Any]) -> str:
     """An entry's name in plots."""
-    return f"{entry['drafter']} {entry['shape']['name']}" + (f" T={entry['temperature']:g}" if entry["temperature"] else "")
+    return f"{entry['drafter']} {entry['shape']['name']}" + (
+        f" T={entry['temperature']:g}" if entry["temperature"] else ""
+    )
 
 
 def svg(figure: Any) -> str:
@@ -92,7 +103,12 @@ def plot_training(path: Path) -> str:
         return ""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8))
     for name in sorted(key for key in losses[-1] if key.startswith("loss_")):
-        left.plot([r["step"] for r in losses], [r.get(name) for r in losses], lw=1, label=name.replace("_", " of step "))
+        left.plot(
+            [r["step"] for r in losses],
+            [r.get(name) for r in losses],
+            lw=1,
+            label=name.replace("_", " of step "),
+        )
     left.set(title="loss on training text", xlabel="optimizer step")
     left.legend(fontsize=7)
     right.plot([r["step"] for r in taus], [r["tau"] for r in taus], marker="o")

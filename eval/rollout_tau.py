@@ -1,8 +1,9 @@
 """τ of a greedy chain without decoding.
 
-On text that the target itself wrote greedily, a draft is accepted exactly while it equals the text. So the head's inputs in
-decoding are those of one teacher-forced rollout, and every cycle follows from its guesses. Equal to the decoder's counters, up to
-near-ties when features were stored in less than the target's precision. T tokens, I rollout steps.
+On text that the target itself wrote greedily, a draft is accepted exactly while it equals the text. So the head's
+inputs in decoding are those of one teacher-forced rollout, and every cycle follows from its guesses. Equal to the
+decoder's counters, up to near-ties when features were stored in less than the target's precision. T tokens, I rollout
+steps.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +54,12 @@ def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
 
 @torch.inference_mode()
 def rollout_tau(
-    head: DraftHead, target: Target, reader: FeatureReader, depth: int, tokens_per_batch: int, limit: int | None = None
+    head: DraftHead,
+    target: Target,
+    reader: FeatureReader,
+    depth: int,
+    tokens_per_batch: int,
+    limit: int | None = None,
 ) -> Cycles:
     """All cycles of a greedy chain of `depth` over the stored (greedy, on-policy) documents."""
     total = Cycles()

@@ -4,9 +4,11 @@ Shapes: N nodes of one tree (the root included), V target vocabulary.
 
 Two rules, both exactly lossless (they give the target's own distribution):
 
-walk    For deterministic guesses. The target chooses a token at the node (its maximum, or a draw from its policy); where a child
+walk    For deterministic guesses. The target chooses a token at the node (its maximum, or a draw from its policy);
+where a child
         holds that token the walk goes on there, else the token is the bonus.
-ratio   For a chain that was drawn from the head's distribution q (Leviathan et al., Chen et al.): accept x with probability
+ratio   For a chain that was drawn from the head's distribution q (Leviathan et al., Chen et al.): accept x with
+probability
         min(1, p(x)/q(x)); at the first rejection draw from the normalised positive part of p − q.
 
 p comes from the user's policy at every step, for acceptance, residual and bonus alike, in fp32.
@@ -15,7 +17,6 @@ p comes from the user's policy at every step, for acceptance, residual and bonus
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from headwright.data.sampling import Policy, draw

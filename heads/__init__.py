@@ -23,5 +23,7 @@ def get_head(kind: str) -> ModuleType:
     known = kinds()
     if kind not in known:
         near = difflib.get_close_matches(str(kind), known, n=1)
-        raise UserError(f"head.kind {kind!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"))
+        raise UserError(
+            f"head.kind {kind!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+        )
     return importlib.import_module(f"headwright.heads.{kind}")

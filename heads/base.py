@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,28 +30,40 @@ FORMAT = "headwright.head/1"
 class HeadLoss:
     """A micro-batch's loss as a sum over loss-bearing rows; the loop divides by their number over all ranks.
 
-    `metrics` are (numerator, denominator) pairs, so that they add up over batches and ranks. Nothing here has been moved to
-    the host.
+    `metrics` are (numerator, denominator) pairs, so that they add up over batches and ranks. Nothing here has been
+    moved to the host.
     """
 
     total: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+class PlainReader(Protocol):
+    """An independent reader of an exported directory: it shares no code with the head."""
+
+    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> list[int]:
+        """`count` greedy tokens after the last of `following`, the token after each row of context."""
+        ...
+
+
 @dataclass
 class Export:
-    """Tensors and config.json of an engine's directory."""
+    """Tensors and config.json of an engine's directory; the shape that the format gives every tensor; and what reads it
+    back.
+    """
 
     tensors: dict[str, Tensor]
     config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    reader: Callable[[Path], PlainReader]
 
 
 @dataclass
 class Context:
     """What a head learns between two drafts: M newly committed rows, one per token that the target has now processed.
 
-    Row t carries the feature of position t (taps_BMKD, last_BMD) and the token after it, tokens_BM = x_{t+1}. The last of
-    these is the root: chosen by the target, not yet processed. `uniform` draws a number in [0, 1) for each row [B].
+    Row t carries the feature of position t (taps_BMKD, last_BMD) and the token after it, tokens_BM = x_{t+1}. The last
+    of these is the root: chosen by the target, not yet processed. `uniform` draws a number in [0, 1) for each row [B].
     """
 
     target: Target
@@ -99,7 +110,8 @@ class DraftHead(nn.Module):
     def agreement(self, batch: FeatureBatch, target: Target, steps: int) -> Tensor:
         """Whether each greedy guess equals the text: [T, steps] for rows t and rollout steps i.
 
-        On text that the target wrote greedily this is what a greedy chain would see, so that τ follows without decoding.
+        On text that the target wrote greedily this is what a greedy chain would see, so that τ follows without
+        decoding.
         """
         raise NotImplementedError
 
@@ -119,7 +131,12 @@ def save_head(head: DraftHead, folder: Path) -> None:
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     tensors["vocab.ids"] = head.vocab.ids_W.cpu()
     replace_with(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": FORMAT}))
-    described = {"format": FORMAT, "head": asdict(head.config), "target": asdict(head.spec), "taps": list(head.taps)}
+    described = {
+        "format": FORMAT,
+        "head": asdict(head.config),
+        "target": asdict(head.spec),
+        "taps": list(head.taps),
+    }
     write_json(folder / "head.json", described)
 
 
@@ -148,6 +165,10 @@ def load_head(folder: Path, target: Target | None = None) -> DraftHead:
 def refuse_other_target(spec: TargetSpec, taps: tuple[int, ...], target: Target, folder: Path) -> None:
     """A head serves the target that it was trained for, with the states that it was trained on."""
     if spec.fingerprint != target.spec.fingerprint:
-        raise UserError(f"{folder}: a head for {spec.name} ({spec.fingerprint}), not for {target.spec.name} ({target.spec.fingerprint})")
+        raise UserError(
+            f"{folder}: a head for {spec.name} ({spec.fingerprint}), not for {target.spec.name} ({target.spec.fingerprint})"
+        )
     if taps != target.taps:
-        raise UserError(f"{folder}: trained on taps {list(taps)}, the target gives {list(target.taps)}; set harvest.taps")
+        raise UserError(
+            f"{folder}: trained on taps {list(taps)}, the target gives {list(target.taps)}; set harvest.taps"
+        )

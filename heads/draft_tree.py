@@ -2,8 +2,8 @@
 
 Shapes: B rows, N nodes (the root included), k frontier nodes, W draft vocabulary, V target vocabulary.
 
-Node 0 is the root: a token that the target itself has already chosen. Every other node is a guess. A parent always stands
-before its children.
+Node 0 is the root: a token that the target itself has already chosen. Every other node is a guess. A parent always
+stands before its children.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How much to draft. A chain has one node per level; a dynamic tree (EAGLE-2) keeps the `nodes` best of its candidates."""
+    """How much to draft. A chain has one node per level; a dynamic tree (EAGLE-2) keeps the `nodes` best of its
+    candidates.
+    """
 
     kind: str
     depth: int
@@ -131,14 +133,16 @@ def grow_chain(
 def grow_dynamic(shape: TreeShape, root_B: Tensor, logits_BW: Tensor, step: Step, ids_W: Tensor) -> Tree:
     """EAGLE-2 (arXiv 2406.16858): expand the most likely frontier level by level, then keep the best nodes of all.
 
-    A node's value is the product of the head's probabilities along its path. Children are deterministic, so the verifier may
-    walk with any choice of the target.
+    A node's value is the product of the head's probabilities along its path. Children are deterministic, so the
+    verifier may walk with any choice of the target.
     """
     batch, k = len(root_B), min(shape.top_k, len(ids_W))
     scores_Bk, draft_Bk = logits_BW.log_softmax(-1).topk(k, dim=-1)
     tokens, scores = [ids_W[draft_Bk]], [scores_Bk]
     parents, depths = [torch.zeros_like(draft_Bk)], [torch.ones_like(draft_Bk)]
-    frontier_Bk = torch.arange(1, k + 1, device=root_B.device).expand(batch, k)  # candidates count from 1; 0 is the root
+    frontier_Bk = torch.arange(1, k + 1, device=root_B.device).expand(
+        batch, k
+    )  # candidates count from 1; 0 is the root
     above_Bk, count = torch.zeros_like(draft_Bk), 1 + k
     for depth in range(2, shape.depth + 1):
         logp_Bkk, draft_Bkk = step(tokens_at(tokens, frontier_Bk), above_Bk).log_softmax(-1).topk(k, dim=-1)
@@ -164,7 +168,9 @@ def best_nodes(
     """The `count` most likely of C candidates. Stable order: a child never beats its parent, so the set is a tree."""
     chosen_BN = scores_BC.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     place_BC = torch.zeros(len(root_B), scores_BC.shape[1] + 1, dtype=torch.long, device=root_B.device)
-    place_BC.scatter_(1, chosen_BN + 1, torch.arange(1, chosen_BN.shape[1] + 1, device=root_B.device).expand_as(chosen_BN))
+    place_BC.scatter_(
+        1, chosen_BN + 1, torch.arange(1, chosen_BN.shape[1] + 1, device=root_B.device).expand_as(chosen_BN)
+    )
     parents_BN = place_BC.gather(1, parents_BC.gather(1, chosen_BN))
     root = root_only(root_B)
     return Tree(

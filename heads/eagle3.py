@@ -1,7 +1,9 @@
-"""EAGLE-3 (arXiv 2503.01840): fused taps, one decoder layer over [embedding ; feature], training-time test, reduced vocabulary.
+"""EAGLE-3 (arXiv 2503.01840): fused taps, one decoder layer over [embedding ; feature], training-time test, reduced
+vocabulary.
 
-The module computes exactly what vLLM and SGLang compute for `LlamaForCausalLMEagle3`: the residual is the fused feature before
-`hidden_norm` (norm_before_residual false), logits come from `norm`, and the state fed to the next step is the one before `norm`.
+The module computes exactly what vLLM and SGLang compute for `LlamaForCausalLMEagle3`: the residual is the fused feature
+before `hidden_norm` (norm_before_residual false), logits come from `norm`, and the state fed to the next step is the
+one before `norm`.
 
 Shapes: B rows, M new rows, k frontier nodes, T packed tokens, P live rows, K taps, D target width, H head width (= D),
 V target vocabulary, W draft vocabulary.
@@ -21,6 +23,7 @@ from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
 from headwright.heads.base import Context, DraftHead, Export, HeadLoss
 from headwright.heads.draft_tree import Tree, TreeShape, grow
+from headwright.heads.eagle3_plain import PlainEagle3
 from headwright.heads.layers import Attention, RMSNorm, Rotary, SwiGLU, attend
 from headwright.heads.losses import acceptance, choose_loss
 from headwright.heads.ttt import rollout
@@ -31,7 +34,9 @@ class Config:
     """Keys of an EAGLE-3 head."""
 
     kind: Literal["eagle3"] = "eagle3"
-    steps: Annotated[int, "length of the training-time test: how many of its own outputs the head learns to read", Ge(1)] = 3
+    steps: Annotated[
+        int, "length of the training-time test: how many of its own outputs the head learns to read", Ge(1)
+    ] = 3
     step_weight: Annotated[float, "weight of step i is step_weight**i", Gt(0), Le(1)] = 0.8
     loss: Annotated[str, "kl, tv or lk"] = "kl"
     fc_norm: Annotated[bool, "RMSNorm on each tap before they are fused; taps differ widely in scale"] = True
@@ -96,8 +101,8 @@ class Head(DraftHead):
     def loss(self, batch: FeatureBatch, target: Target) -> HeadLoss:
         """Σ_i step_weight^i Σ_rows loss(p, q_i), with per-step metrics.
 
-        loss_i: mean loss; alpha_i: Σ min(p, q), the acceptance of a sampled draft; agree_i: head's and target's first choices
-        are the same.
+        loss_i: mean loss; alpha_i: Σ min(p, q), the acceptance of a sampled draft; agree_i: head's and target's first
+        choices are the same.
         """
         outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, self.config.steps)
         probs_RW, sayable_R = self.target_probs(batch, target)
@@ -182,7 +187,8 @@ class Head(DraftHead):
         tensors = dict(self.state_dict())
         if not self.vocab.full:
             tensors |= {"d2t": self.vocab.d2t_W, "t2d": self.vocab.t2d_V}
-        return Export(tensors, portable_config(self))
+        config = portable_config(self)
+        return Export(tensors, config, portable_shapes(config), PlainEagle3)
 
 
 class Drafting:
@@ -196,8 +202,8 @@ class Drafting:
         self.sees_Bks = torch.zeros(len(cache.lengths), 1, 0, dtype=torch.bool, device=cache.device)
 
     def step(self, tokens_Bk: Tensor, parents_Bk: Tensor) -> Tensor:
-        """Run the head on a new frontier. Each node reads its parent's output, and attends to the committed rows, its ancestors
-        and itself."""
+        """Run the head on a new frontier. Each node reads its parent's output, and attends to the committed rows, its
+        ancestors and itself."""
         batch, count = tokens_Bk.shape
         start_B = torch.tensor(self.committed, device=tokens_Bk.device)
         feature_BkH = self.hidden_BkH.gather(1, parents_Bk[..., None].expand(-1, -1, self.hidden_BkH.shape[2]))
@@ -228,8 +234,9 @@ class Drafting:
 def portable_config(head: Head) -> dict[str, Any]:
     """config.json for both engines.
 
-    vLLM numbers captured states by how many layers came before (our taps), SGLang by the layer whose output they are (one less);
-    vLLM reads the top-level list first, SGLang only the nested one. Rotary keys are written in both spellings.
+    vLLM numbers captured states by how many layers came before (our taps), SGLang by the layer whose output they are
+    (one less); vLLM reads the top-level list first, SGLang only the nested one. Rotary keys are written in both
+    spellings.
     """
     spec, taps = head.spec, list(head.taps)
     rope = dict(spec.rope)
@@ -268,3 +275,31 @@ def portable_config(head: Head) -> dict[str, Any]:
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
     }
+
+
+def portable_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the portable directory and its shape: no less, no more."""
+    H, V = config["hidden_size"], config["vocab_size"]
+    W, inner, taps = config["draft_vocab_size"], config["intermediate_size"], config["num_aux_hidden_states"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (H, taps * H),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, queries),
+        "midlayer.mlp.gate_proj.weight": (inner, H),
+        "midlayer.mlp.up_proj.weight": (inner, H),
+        "midlayer.mlp.down_proj.weight": (H, inner),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "norm.weight": (H,),
+        "lm_head.weight": (W, H),
+    }
+    if config["fc_norm"]:
+        shapes |= {f"fc_norm.{k}.weight": (H,) for k in range(taps)}
+    if W != V:
+        shapes |= {"d2t": (W,), "t2d": (V,)}
+    return shapes

@@ -1,13 +1,13 @@
 """Head → engine directories, re-read and checked. Runnable: `python heads/export.py --config …` or `headwright export`.
 
-The writer works from a table of tensor names and shapes and refuses what is missing, extra, mis-shaped, NaN or all zero: engines
-are silent about such faults and serve them as τ = 1.0. Formats: vLLM 0.32, SGLang 0.5.23.
+The writer works from a table of tensor names and shapes and refuses what is missing, extra, mis-shaped, NaN or all
+zero: engines are silent about such faults and serve them as τ = 1.0. Formats: vLLM 0.32, SGLang 0.5.23.
 """
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +22,21 @@ from headwright.data.harvest import store_path
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, replace_with, write_json
 from headwright.data.target import Target
-from headwright.heads.base import Context, DraftHead, Export, load_head
+from headwright.heads.base import Context, DraftHead, Export, PlainReader, load_head
 from headwright.heads.draft_tree import TreeShape
-from headwright.heads.readback import PlainEagle3
 
 SECTIONS = ("export",)
 ABOUT = "Write the head as a directory that vLLM and SGLang load, read it back and compare drafts."
 DRAFTS = 5
 
 
-def eagle3_table(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an EAGLE-3 directory and its shape: no less, no more."""
-    H, D, V = config["hidden_size"], config["hidden_size"], config["vocab_size"]  # own width ≠ target's: not yet
-    W, inner, taps = config["draft_vocab_size"], config["intermediate_size"], config["num_aux_hidden_states"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (H, taps * D),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * H),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * H),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * H),
-        "midlayer.self_attn.o_proj.weight": (H, queries),
-        "midlayer.mlp.gate_proj.weight": (inner, H),
-        "midlayer.mlp.up_proj.weight": (inner, H),
-        "midlayer.mlp.down_proj.weight": (H, inner),
-        "midlayer.input_layernorm.weight": (H,),
-        "midlayer.hidden_norm.weight": (H,),
-        "midlayer.post_attention_layernorm.weight": (H,),
-        "norm.weight": (H,),
-        "lm_head.weight": (W, H),
-    }
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{k}.weight": (D,) for k in range(taps)}
-    if W != V:
-        shapes |= {"d2t": (W,), "t2d": (V,)}
-    return shapes
-
-
 def check_tensors(export: Export) -> None:
     """Refuse what an engine would serve wrongly without a word."""
-    wanted = eagle3_table(export.config)
-    missing, extra = sorted(wanted.keys() - export.tensors.keys()), sorted(export.tensors.keys() - wanted.keys())
+    wanted = export.shapes
+    missing, extra = (
+        sorted(wanted.keys() - export.tensors.keys()),
+        sorted(export.tensors.keys() - wanted.keys()),
+    )
     if missing or extra:
         raise UserError(f"export: tensors missing {missing}, not known to the format {extra}")
     for name, tensor in export.tensors.items():
@@ -82,8 +56,16 @@ def check_vocab(export: Export) -> None:
     ids = torch.arange(len(d2t)) + d2t
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise UserError(f"export: d2t must be int64 and t2d bool, they are {d2t.dtype} and {t2d.dtype}")
-    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= len(t2d) or not t2d[ids].all() or int(t2d.sum()) != len(ids):
-        raise UserError("export: d2t and t2d disagree: target id = draft id + d2t[draft id] must be ascending and inside t2d")
+    if (
+        not (ids.diff() > 0).all()
+        or ids[0] < 0
+        or ids[-1] >= len(t2d)
+        or not t2d[ids].all()
+        or int(t2d.sum()) != len(ids)
+    ):
+        raise UserError(
+            "export: d2t and t2d disagree: target id = draft id + d2t[draft id] must be ascending and inside t2d"
+        )
 
 
 def export_run(run: RunConfig, dry_run: bool = False) -> None:
@@ -101,10 +83,18 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
         dtype = target_dtype(run, reader)
         export = with_dtype(head.export(engine), dtype)
         write_directory(folder, export)
-        proof = read_back(folder, head, target, cases, dtype)
+        proof = read_back(folder, export.reader(folder), head, target, cases, dtype)
         write_json(folder / "headwright.json", provenance(run, head, proof))
         write_text(folder / "SERVE.md", serve_notes(run, head, folder))
-        rows.append((engine, str(folder), size((folder / "model.safetensors").stat().st_size), str(dtype)[6:], f"{proof.equal}/{proof.drafted}"))
+        rows.append(
+            (
+                engine,
+                str(folder),
+                size((folder / "model.safetensors").stat().st_size),
+                str(dtype)[6:],
+                f"{proof.equal}/{proof.drafted}",
+            )
+        )
     table("exports", ("engine", "directory", "size", "dtype", "drafts read back equal"), rows)
     say(f"export took {duration(time.perf_counter() - started)}; launch lines: SERVE.md in each directory")
 
@@ -122,7 +112,7 @@ def with_dtype(export: Export, dtype: torch.dtype) -> Export:
         for name, tensor in export.tensors.items()
     }
     name = str(dtype).removeprefix("torch.")
-    return Export(tensors, export.config | {"torch_dtype": name, "dtype": name})
+    return replace(export, tensors=tensors, config=export.config | {"torch_dtype": name, "dtype": name})
 
 
 def write_directory(folder: Path, export: Export) -> None:
@@ -168,10 +158,15 @@ def draft_cases(reader: FeatureReader, count: int) -> list[Case]:
     return cases
 
 
-def read_back(folder: Path, head: DraftHead, target: Target, cases: Sequence[Case], dtype: torch.dtype) -> Proof:
+def read_back(
+    folder: Path,
+    reader: PlainReader,
+    head: DraftHead,
+    target: Target,
+    cases: Sequence[Case],
+    dtype: torch.dtype,
+) -> Proof:
     """Draft with the written files and with the head. In fp32 every token must be equal."""
-    reader = PlainEagle3(folder)
-    reader.w = {name: w.float() if w.is_floating_point() else w for name, w in reader.w.items()}
     embedding = target.embed(torch.arange(head.spec.vocab_size)).float()
     equal = 0
     for case in cases:
@@ -179,7 +174,9 @@ def read_back(folder: Path, head: DraftHead, target: Target, cases: Sequence[Cas
         ours = head_drafts(head, target, case)
         equal += sum(a == b for a, b in zip(theirs, ours))
         if dtype == torch.float32 and theirs != ours:
-            raise UserError(f"export {folder}: the written files draft {theirs}, the head drafts {ours}: do not serve this")
+            raise UserError(
+                f"export {folder}: the written files draft {theirs}, the head drafts {ours}: do not serve this"
+            )
     return Proof(DRAFTS * len(cases), equal, str(dtype).removeprefix("torch."))
 
 
@@ -209,7 +206,14 @@ def measured(run: RunConfig) -> dict[str, Any] | None:
         return None
     report = json.loads(path.read_text(encoding="utf-8"))
     entry = report["entries"][0]
-    keys = ("drafter", "shape", "temperature", "acceptance_length", "acceptance_length_ci95", "accepted_per_position")
+    keys = (
+        "drafter",
+        "shape",
+        "temperature",
+        "acceptance_length",
+        "acceptance_length_ci95",
+        "accepted_per_position",
+    )
     return {key: entry[key] for key in keys} | {"answers": report["answers"]}
 
 

@@ -1,4 +1,5 @@
-"""Building blocks of heads. Shapes: N rows, S keys, Q query heads, G key-value heads, E head width, H head width of a layer.
+"""Building blocks of heads. Shapes: N rows, S keys, Q query heads, G key-value heads, E head width, H head width of a
+layer.
 
 Parameter names are those of Llama layers, because engines load them by name.
 """
@@ -70,7 +71,11 @@ def inverse_frequencies(rope: dict[str, Any], width: int) -> Tensor:
 def llama3_frequencies(rope: dict[str, Any], frequencies: Tensor) -> Tensor:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     length = 2 * math.pi / frequencies
-    context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context, low, high = (
+        rope["original_max_position_embeddings"],
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+    )
     blend = ((context / length - low) / (high - low)).clamp(0, 1)
     return blend * frequencies + (1 - blend) * frequencies / rope["factor"]
 

@@ -2,12 +2,13 @@
 
 Shapes: T packed tokens, P live rows, I steps, H head width, Q query heads, G key-value heads, E head width.
 
-In a rollout, row t of step i attends to the step-0 keys up to its own position and to its own keys of steps 1 … i: those are the
-entries that serving would find in its cache. So attention is causal over step-0 keys plus a diagonal of i single keys.
+In a rollout, row t of step i attends to the step-0 keys up to its own position and to its own keys of steps 1 … i:
+those are the entries that serving would find in its cache. So attention is causal over step-0 keys plus a diagonal of i
+single keys.
 
-`rollout` computes live rows only (rows that start a rollout, see data/batch.py): in a one-layer head the others contribute their
-step-0 keys and values and nothing else, so loss and gradients are unchanged. `rollout_reference` computes every row with one
-dense mask over all T·i keys, beside the paper; the tests hold the two together.
+`rollout` computes live rows only (rows that start a rollout, see data/batch.py): in a one-layer head the others
+contribute their step-0 keys and values and nothing else, so loss and gradients are unchanged. `rollout_reference`
+computes every row with one dense mask over all T·i keys, beside the paper; the tests hold the two together.
 """
 
 from collections.abc import Callable

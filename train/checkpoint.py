@@ -1,4 +1,6 @@
-"""Checkpoints: safetensors and JSON, never pickle. A checkpoint is a directory that appears by rename, whole or not at all."""
+"""Checkpoints: safetensors and JSON, never pickle. A checkpoint is a directory that appears by rename, whole or not at
+all.
+"""
 
 import json
 import shutil
@@ -86,7 +88,8 @@ def load_checkpoint(
     if changed:
         lines = [f"  {key}: was {before!r}, now {now!r}" for key, (before, now) in changed.items()]
         raise UserError(
-            f"{path}: this checkpoint is of another run; what changed:\n" + "\n".join(lines)
+            f"{path}: this checkpoint is of another run; what changed:\n"
+            + "\n".join(lines)
             + f"\nRemove {folder} to train anew, or give the run another name."
         )
     head.load_state_dict(load_file(path / "model.safetensors"))

@@ -6,7 +6,10 @@ import sys
 STAGES = {
     "harvest": ("headwright.data.harvest", "run the target over the corpus and store its hidden states"),
     "train": ("headwright.train.run", "train a draft head on them"),
-    "eval": ("headwright.eval.acceptance", "measure τ, speed and losslessness; write report.json and report.html"),
+    "eval": (
+        "headwright.eval.acceptance",
+        "measure τ, speed and losslessness; write report.json and report.html",
+    ),
     "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
     "plan": ("headwright.train.plan", "disk, memory and time of a run, before anything is spent"),
 }

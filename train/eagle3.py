@@ -1,6 +1,6 @@
 """Train an EAGLE-3 head on harvested features.
 
-    accelerate launch train/eagle3.py --config configs/smollm2-eagle3.yaml
+accelerate launch train/eagle3.py --config configs/smollm2-eagle3.yaml
 """
 
 from headwright.train.run import main

@@ -66,8 +66,8 @@ def fit(
 ) -> None:
     """Train from `state.step` to `state.total`.
 
-    The loss of a step is the sum over all loss-bearing rows of all ranks and micro-batches, divided by their number: the same
-    gradient however the rows are spread.
+    The loss of a step is the sum over all loss-bearing rows of all ranks and micro-batches, divided by their number:
+    the same gradient however the rows are spread.
     """
     eval_every = max(1, state.total // config.evals)
     save_every = max(1, state.total // config.saves)
@@ -86,7 +86,12 @@ def fit(
             if state.step % config.log_every == 0:
                 speed = tokens * accelerator.num_processes / (time.perf_counter() - window)
                 means = meter.read(lambda x: accelerator.reduce(x, "sum"))
-                record = {"step": state.step, "lr": rate, "grad_norm": float(norm), "tokens_per_second": speed} | means
+                record = {
+                    "step": state.step,
+                    "lr": rate,
+                    "grad_norm": float(norm),
+                    "tokens_per_second": speed,
+                } | means
                 tracker.log(record)
                 bar.update(task, completed=state.step, note=f"loss {means.get('loss_0', 0):.3f}")
                 tokens, window = 0, time.perf_counter()

@@ -1,7 +1,8 @@
 """What a run will take, by arithmetic on its config. Runnable: `headwright plan --config …`.
 
-Token counts come from the corpus where it can be read; model shapes from the target's config.json. Rates are the ones measured on
-two CPU cores with the demo (README) unless the corpus is large: so hours are given for a stated FLOP rate, and never as a promise.
+Token counts come from the corpus where it can be read; model shapes from the target's config.json. Rates are the ones
+measured on two CPU cores with the demo (README) unless the corpus is large: so hours are given for a stated FLOP rate,
+and never as a promise.
 """
 
 from dataclasses import dataclass
@@ -85,7 +86,11 @@ def stages(run: RunConfig, e: Estimate) -> list[tuple[str, str, float]]:
     training = 6 * e.head_parameters * e.response_tokens * steps * run.train.epochs
     return [
         ("harvest", "2 · target parameters · tokens", harvest),
-        ("train", f"6 · head parameters · response tokens · {steps} steps · {run.train.epochs:g} epochs", training),
+        (
+            "train",
+            f"6 · head parameters · response tokens · {steps} steps · {run.train.epochs:g} epochs",
+            training,
+        ),
     ]
 
 
@@ -104,7 +109,10 @@ def plan(run: RunConfig, dry_run: bool = False) -> None:
         [
             ("training answers", e.documents),
             ("tokens (prompt + response)", f"{e.prompt_tokens} + {e.response_tokens}"),
-            ("target, head parameters", f"{e.target_parameters / 1e6:.0f} M, {e.head_parameters / 1e6:.1f} M"),
+            (
+                "target, head parameters",
+                f"{e.target_parameters / 1e6:.0f} M, {e.head_parameters / 1e6:.1f} M",
+            ),
             ("disk: features", size(store)),
             ("disk: checkpoints and head", size(16 * e.head_parameters)),
             ("memory: weights, gradients, optimizer", size(memory)),
@@ -121,7 +129,9 @@ def target_config(run: RunConfig) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(locate(run.target.model), revision=run.target.revision)
     except (OSError, ValueError) as error:
-        raise UserError(f"target.model {run.target.model}: its config cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"target.model {run.target.model}: its config cannot be read: {str(error).splitlines()[0]}"
+        ) from None
     return config.get_text_config()
 
 

@@ -76,7 +76,15 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     tracker = Tracker(run, accelerator.is_main_process, resumed=found is not None)
     try:
         fit(
-            accelerator, model, optimizer, stream, target, run.train, state, tracker, Callbacks(measure, keep_best, save)
+            accelerator,
+            model,
+            optimizer,
+            stream,
+            target,
+            run.train,
+            state,
+            tracker,
+            Callbacks(measure, keep_best, save),
         )
     finally:
         tracker.close()
@@ -87,7 +95,9 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
 def refuse_other_store(features: FeatureReader, target: Target) -> None:
     """Features of another model teach nothing about this one."""
     if features.manifest.identity["target"] != target.spec.fingerprint:
-        raise UserError(f"{features.root}: harvested from {features.manifest.target['name']}, not from {target.spec.name}")
+        raise UserError(
+            f"{features.root}: harvested from {features.manifest.target['name']}, not from {target.spec.name}"
+        )
 
 
 def choose_vocab(
@@ -114,7 +124,11 @@ def make_stream(run: RunConfig, features: FeatureReader, accelerator: Accelerato
 
 def run_identity(run: RunConfig, features: FeatureReader, accelerator: Accelerator, total: int) -> dict[str, Any]:
     """What must be unchanged for a checkpoint to be continued."""
-    loop = {key: value for key, value in asdict(run.train).items() if key not in ("track", "log_every", "saves", "evals", "accumulate")}
+    loop = {
+        key: value
+        for key, value in asdict(run.train).items()
+        if key not in ("track", "log_every", "saves", "evals", "accumulate")
+    }
     return {
         "features": features.manifest.identity,
         "vocab.size": run.vocab.size,
@@ -166,7 +180,9 @@ def show_end(run: RunConfig, state: Progress, covered: float) -> None:
         if "tau" in r
     ]
     table(f"held-out text, greedy chain of {depth}", columns, rows)
-    say(f"trained {state.step} steps in {duration(state.seconds)}; best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}")
+    say(
+        f"trained {state.step} steps in {duration(state.seconds)}; best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
+    )
     write_json(run.directory / "training.json", vars(state) | {"coverage": covered})
 
 
@@ -175,7 +191,9 @@ def main(argv: list[str] | None = None, kind: str | None = None) -> None:
 
     def stage(run: RunConfig, dry_run: bool) -> None:
         if kind is not None and run.head.kind != kind:
-            raise UserError(f"train/{kind}.py trains {kind} heads, but head.kind is {run.head.kind}: use train/{run.head.kind}.py")
+            raise UserError(
+                f"train/{kind}.py trains {kind} heads, but head.kind is {run.head.kind}: use train/{run.head.kind}.py"
+            )
         train(run, dry_run)
 
     run_stage(f"train/{kind}.py" if kind else "headwright train", ABOUT, SECTIONS, stage, argv)

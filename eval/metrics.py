@@ -47,7 +47,9 @@ def acceptance_metrics(runs: Sequence[Generation], depth: int, seed: int = 0) ->
     }
 
 
-def bootstrap(items: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int, draws: int = 1000) -> list[float]:
+def bootstrap(
+    items: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int, draws: int = 1000
+) -> list[float]:
     """95 % percentile interval of `statistic` under resampling of `items`."""
     generator = np.random.default_rng(seed)
     picks = generator.integers(len(items), size=(draws, len(items)))

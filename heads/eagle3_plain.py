@@ -1,7 +1,9 @@
-"""An independent reader of exported EAGLE-3 directories: plain tensors and the engines' equations, nothing of the trainer's module.
+"""An independent reader of exported EAGLE-3 directories: plain tensors and the engines' equations, nothing of the
+trainer's module.
 
-It sees what an engine sees, config.json and model.safetensors, and drafts greedily without a cache. If it drafts the tokens that
-the trained head drafts, the files say what the head is. T rows of context, H head width, W draft vocabulary.
+It sees what an engine sees, config.json and model.safetensors, and drafts greedily without a cache. If it drafts the
+tokens that the trained head drafts, the files say what the head is. T rows of context, H head width, W draft
+vocabulary.
 """
 
 import json
@@ -18,7 +20,8 @@ class PlainEagle3:
 
     def __init__(self, folder: Path):
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.w = load_file(folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
+        self.w = {name: w.float() if w.is_floating_point() else w for name, w in tensors.items()}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm in fp32 with the weight of that name."""
@@ -64,7 +67,11 @@ class PlainEagle3:
         heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         width, count = self.config["head_dim"], len(feature_TH)
         x = torch.cat(
-            [self.norm(embedding_TH, "midlayer.input_layernorm"), self.norm(feature_TH, "midlayer.hidden_norm")], -1
+            [
+                self.norm(embedding_TH, "midlayer.input_layernorm"),
+                self.norm(feature_TH, "midlayer.hidden_norm"),
+            ],
+            -1,
         )
         positions = torch.arange(count)
         q = self.rotate(self.linear(x, "midlayer.self_attn.q_proj").view(count, heads, width), positions)
