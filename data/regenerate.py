@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headwright.data.batch import DocumentFeatures, last_rows
+from headwright.data.cache import KVCache
 from headwright.data.sampling import Policy
 from headwright.data.target import Features, Target
 
@@ -67,12 +68,9 @@ def answer(
 ) -> list[DocumentFeatures]:
     """One answered document per question, in order, on the CPU."""
     rows = [Row(question, torch.Generator().manual_seed(question.seed)) for question in questions]
-    lengths = [len(row.question.ids) for row in rows]
-    cache = target.new_cache(len(rows), max(lengths) + max_new_tokens + 1)
-    features = target.extend(padded([row.question.ids for row in rows], target), cache)
-    cache.advance(lengths)
     live = rows
-    valid = lengths
+    cache, features = prefill(target, questions, max_new_tokens)
+    valid = list(cache.lengths)
     while True:
         host = Features(features.taps_BNKD.to("cpu", store), features.last_BND.to("cpu", store))
         for index, row in enumerate(live):
@@ -88,6 +86,21 @@ def answer(
         features = target.extend(torch.tensor(tokens, device=target.device)[:, None], cache)
         cache.advance(1)
         valid = [1] * len(live)
+
+
+def prefill(target: Target, questions: Sequence[Question], max_new_tokens: int) -> tuple[KVCache, Features]:
+    """A cache that holds each question's prompt, and the prompts' features. Several answers to one prompt share its pass."""
+    prompts = list(dict.fromkeys(tuple(question.ids) for question in questions))
+    lengths = [len(prompt) for prompt in prompts]
+    cache = target.new_cache(len(prompts), max(lengths) + max_new_tokens + 1)
+    features = target.extend(padded([list(prompt) for prompt in prompts], target), cache)
+    cache.advance(lengths)
+    places = [prompts.index(tuple(question.ids)) for question in questions]
+    if places != list(range(len(prompts))):
+        cache.select(places)
+        index = torch.tensor(places, device=target.device)
+        features = Features(features.taps_BNKD[index], features.last_BND[index])
+    return cache, features
 
 
 def drop_ended(live: list[Row]) -> tuple[list[Row], list[int]]:
