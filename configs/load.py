@@ -174,6 +174,6 @@ def list_index(node: list[Any], part: str, key: str) -> int:
 def dump(config: Any) -> str:
     """A resolved config as YAML, readable by `load`."""
     plain = TypeAdapter(type(config)).dump_python(config, mode="json", warnings=False)
-    if isinstance(config, RunConfig) and dataclasses.is_dataclass(config.head):
+    if isinstance(config, RunConfig) and dataclasses.is_dataclass(config.head) and not isinstance(config.head, type):
         plain["head"] = dataclasses.asdict(config.head)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

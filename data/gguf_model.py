@@ -41,7 +41,7 @@ def llama_from_gguf(path: Path) -> transformers.LlamaForCausalLM:
         name, weight = rename(tensor.name), dequantize(tensor.data, tensor.tensor_type)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            weight = unpermute(weight, heads)
+            weight = unpermute(weight, heads or config.num_attention_heads)
         state[name] = torch.from_numpy(np.array(weight, dtype=np.float32))
     model = transformers.LlamaForCausalLM(config)
     missing, extra = model.load_state_dict(state, strict=False)

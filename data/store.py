@@ -8,6 +8,7 @@ with the units that have none. A shard holds its documents behind each other: id
 [R, D] with argmax [R] and logz [R] for loss-bearing positions only, and offsets [documents + 1, 2] into T and R.
 """
 
+import itertools
 import json
 import os
 import uuid
@@ -161,7 +162,7 @@ class FeatureReader:
         self.notes: list[dict[str, Any]] = []
         for index, shard in enumerate(self.shards):
             offsets = shard.get_tensor("offsets").tolist()
-            self.places += [(index, *a, *b) for a, b in zip(offsets, offsets[1:])]
+            self.places += [(index, *a, *b) for a, b in itertools.pairwise(offsets)]
             self.notes += json.loads(shard.metadata()["documents"])
 
     def __len__(self) -> int:

@@ -170,7 +170,8 @@ class Target:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"target.model {config.model}: cannot be loaded: {reason}") from None
-        return cls(model.to(device), tokenizer, config.model, taps, config.revision)
+        model.to(device)  # type: ignore[arg-type]
+        return cls(model, tokenizer, config.model, taps, config.revision)
 
     @property
     def device(self) -> torch.device:

@@ -332,8 +332,8 @@ def verdict(entry: dict[str, Any]) -> str:
     even, tau = model["break_even_tau_here"], entry["acceptance_length"]
     worth = "pays" if tau > even else "does not pay"
     return (
-        f"One cycle costs {even:.2f} plain steps here, so drafting pays above τ = {even:.2f}; with τ = {tau:.2f} it {worth} on this "
-        f"device ({entry['speedup']:.2f}×). The same τ would give {model['modelled_gpu']:.2f}× by the cost model of a GPU "
+        f"One cycle costs {even:.2f} plain steps here, so drafting pays above τ = {even:.2f}; with τ = {tau:.2f} it "
+        f"{worth} on this device ({entry['speedup']:.2f}×). The same τ would give {model['modelled_gpu']:.2f}× by the cost model of a GPU "
         f"({model['modelled_gpu_assumes']})."
     )
 

@@ -82,6 +82,9 @@ class Context:
 class DraftHead(nn.Module):
     """A head. Subclasses live one to a file, as class `Head`, beside a dataclass `Config` with a field `kind`."""
 
+    ids_W: Tensor
+    index_V: Tensor
+
     def __init__(self, config: Any, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__()
         self.config, self.spec, self.taps, self.vocab = config, spec, tuple(taps), vocab

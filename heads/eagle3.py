@@ -106,7 +106,8 @@ class Head(DraftHead):
         """
         outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, self.config.steps)
         probs_RW, sayable_R = self.target_probs(batch, target)
-        total, metrics = outputs[0].sum() * 0.0, {}
+        total = outputs[0].sum() * 0.0
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for i, feature_PH in enumerate(outputs):
             bears_P = live.bears_PI[:, i] & sayable_R[live.target_PI[:, i]] if len(sayable_R) else live.bears_PI[:, i]
             rows_P = torch.nonzero(bears_P)[:, 0]

@@ -235,7 +235,8 @@ def serve_notes(run: RunConfig, head: DraftHead, folder: Path) -> str:
     target = run.export.name_or_path or run.target.model
     result = measured(run)
     expect = (
-        f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, greedy, {result['answers']['data']})."
+        f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, greedy, "
+        f"{result['answers']['data']})."
         if result and result["shape"]["kind"] == "chain"
         else "Not measured yet: run `headwright eval`, then export again."
     )
@@ -260,8 +261,9 @@ SGLang (0.5.23 or later; drafts trees when `--speculative-eagle-topk` is above 1
       --speculative-draft-model-path {folder} \\
       --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 {norms}
-Compare: vLLM's mean acceptance length and SGLang's `accept len` count the bonus token, as our τ does. Both depend on the number
-of drafted tokens: K = 3 accepts less per pass than K = 5. A value near 1.0 means that something is wrong, not that the head is weak.
+Compare: vLLM's mean acceptance length and SGLang's `accept len` count the bonus token, as our τ does. Both depend on the
+number of drafted tokens: K = 3 accepts less per pass than K = 5. A value near 1.0 means that something is wrong, not that the
+head is weak.
 
 The embedding is the target's own and is not in this directory; engines share it.
 """

@@ -64,7 +64,9 @@ def test_unknown_key_names_the_nearest(minimal, override, unknown, near):
 
 
 def test_unknown_key_inside_a_list_of_shapes(minimal):
-    with pytest.raises(UserError, match=r"unknown key eval\.shapes\[1\]\.dept; did you mean eval\.shapes\[1\]\.depth\?"):
+    with pytest.raises(
+        UserError, match=r"unknown key eval\.shapes\[1\]\.dept; did you mean eval\.shapes\[1\]\.depth\?"
+    ):
         load_run(minimal, ["eval.shapes=[{kind: chain}, {kind: chain, dept: 3}]"])
 
 

@@ -91,7 +91,9 @@ def assert_learns(messages, tokenizer, end: str) -> None:
 # Texts that begin and end with something visible, of any script. No "<" and "[": those may spell special tokens.
 VISIBLE = st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"], exclude_characters="<[")
 TEXT = st.one_of(
-    st.sampled_from(["a", "assistant", "user", "model", "is", "\\n", "Привет, мир!", "👩‍👩‍👧 да", "e\u0301", "终", "im_end", "]"]),
+    st.sampled_from(
+        ["a", "assistant", "user", "model", "is", "\\n", "Привет, мир!", "👩‍👩‍👧 да", "e\u0301", "终", "im_end", "]"]
+    ),
     st.builds(lambda a, b, c: a + b + c, VISIBLE, st.text(VISIBLE | st.sampled_from(" \n\t"), max_size=12), VISIBLE),
 )
 
@@ -229,7 +231,9 @@ def test_template_that_raises_is_a_refused_document():
 @pytest.mark.parametrize("encode", [encode_document, encode_prompt])
 def test_lone_surrogate_is_a_refused_document(encode):
     """JSON can hold half a surrogate pair; no tokenizer takes it."""
-    row = json.loads('{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "\\ude00"}]}')
+    row = json.loads(
+        '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "\\ude00"}]}'
+    )
     try:
         document = make_document(row, Source(path="x"), "", None)
         encoded = encode(document, TOKENIZERS["chatml"])
@@ -397,13 +401,15 @@ def test_byte_order_mark(tmp_path):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.sampled_from(["user", "assistant", "human"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(
-            "messages conversations role content from value prompt question response turns text".split()  # noqa: SIM905
-        ),
-        inner,
-        max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                "messages conversations role content from value prompt question response turns text".split()  # noqa: SIM905
+            ),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )
@@ -520,9 +526,7 @@ def test_limit_is_seeded_and_stable(tmp_path_factory, order, limit, seed):
     assert sides(corpus_of(mixed, seed, limit=limit))[0] == chosen
     assert chosen <= sides(corpus_of(plain, seed, limit=limit + 1))[0]
     kept = corpus_of(mixed, seed, limit=limit).train
-    assert [d.messages[0]["content"] for d in kept] == [
-        rows[i]["prompt"] for i in order if rows[i]["prompt"] in chosen
-    ]
+    assert [d.messages[0]["content"] for d in kept] == [rows[i]["prompt"] for i in order if rows[i]["prompt"] in chosen]
 
 
 def test_limit_depends_on_the_seed(tmp_path):

@@ -166,7 +166,7 @@ def test_tree_in_one_pass_is_each_path_alone(family, data):
     prompts = [random_ids(1, length, seed + i)[0] for i, length in enumerate(lengths)]
     width = max(lengths)
     padded = torch.stack([torch.cat([p, torch.full((width - len(p),), 7)]) for p in prompts])
-    cache = target.new_cache(2, width + 4 * nodes)
+    cache = target.new_cache(2, width + 2 * nodes + 3)
     target.extend(padded, cache)
     cache.advance(lengths)
     texts = [prompt.tolist() for prompt in prompts]
@@ -177,11 +177,12 @@ def test_tree_in_one_pass_is_each_path_alone(family, data):
         positions = torch.tensor(cache.lengths)[:, None] + depths
         features = target.extend(tokens, cache, positions, torch.stack([ancestry(tree) for tree in trees]))
         for row, tree in enumerate(trees):
-            for node in range(nodes):
-                path = path_to(tree, node)
-                alone = target.features(torch.tensor([texts[row] + tokens[row, path].tolist()]))
-                close(features.taps_BNKD[row, node], alone.taps_BNKD[0, -1])
-                close(target.logits(features.last_BND[row, node]), target.logits(alone.last_BND[0, -1]))
+            paths = [path_to(tree, node) for node in range(nodes)]
+            full = [torch.tensor(texts[row] + tokens[row, path].tolist()) for path in paths]
+            alone = target.features(torch.nn.utils.rnn.pad_sequence(full, batch_first=True))
+            ends = torch.arange(nodes), torch.tensor([len(ids) - 1 for ids in full])
+            close(features.taps_BNKD[row], alone.taps_BNKD[ends])
+            close(target.logits(features.last_BND[row]), target.logits(alone.last_BND[ends]))
             kept = path_to(tree, data.draw(st.integers(0, nodes - 1)))
             cache.keep(row, kept)
             texts[row] += tokens[row, kept].tolist()
@@ -306,7 +307,7 @@ def test_loaded_model_is_the_saved_one(model_dir):
     target = Target.load(TargetConfig(str(model_dir), dtype="float32"), TAPS)
     fresh = make_target()
     assert target.spec.fingerprint == fresh.spec.fingerprint
-    assert target.spec.eos_token_ids == (258,)
+    assert target.spec.eos_token_ids == (258, target.tokenizer.eos_token_id)  # the model's and the tokenizer's
     ids = random_ids(1, 9)
     assert torch.equal(target.features(ids).last_BND, fresh.features(ids).last_BND)
     assert not any(weight.requires_grad for weight in target.model.parameters())

@@ -29,7 +29,7 @@ class Progress:
 
 def optimizer_tensors(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state under the parameters' names: `exp_avg:fc.weight`, …"""
-    names = {weight: name for name, weight in head.named_parameters()}
+    names: dict[Tensor, str] = {weight: name for name, weight in head.named_parameters()}
     return {
         f"{key}:{names[weight]}": value.detach().cpu().contiguous()
         for weight, state in optimizer.state.items()

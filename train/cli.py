@@ -1,4 +1,4 @@
-"""`headwright harvest | train | eval | export | plan`. Imports a stage only when it is asked for."""
+"""`headwright harvest | train | eval | export | summary | plan`. Imports a stage only when it is asked for."""
 
 import importlib
 import sys
@@ -11,6 +11,7 @@ STAGES = {
         "measure τ, speed and losslessness; write report.json and report.html",
     ),
     "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
+    "summary": ("headwright.train.summary", "one table over a finished run"),
     "plan": ("headwright.train.plan", "disk, memory and time of a run, before anything is spent"),
 }
 

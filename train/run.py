@@ -181,7 +181,8 @@ def show_end(run: RunConfig, state: Progress, covered: float) -> None:
     ]
     table(f"held-out text, greedy chain of {depth}", columns, rows)
     say(
-        f"trained {state.step} steps in {duration(state.seconds)}; best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
+        f"trained {state.step} steps in {duration(state.seconds)}; "
+        f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
     write_json(run.directory / "training.json", vars(state) | {"coverage": covered})
 

@@ -80,7 +80,7 @@ def start_wandb(run: RunConfig) -> Any:
             id=run.name,
             resume="allow",
             dir=str(run.directory),
-            mode=run.train.track.wandb,
+            mode="offline" if run.train.track.wandb == "offline" else "online",
             config=parse(dump(run)),
         )
     except Exception as error:  # no key, no network, a broken install: whatever it is, training goes on

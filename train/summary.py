@@ -1,0 +1,66 @@
+"""One table over a finished run: what it cost and what it gave. Runnable: `headwright summary --config …`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headwright.configs import RunConfig, UserError
+from headwright.configs.command import run_stage
+from headwright.configs.console import duration, say, size, table
+from headwright.data.harvest import store_path
+from headwright.data.store import read_manifest
+
+ABOUT = "One table over a finished run."
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file of the run."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: run the stages first")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def summarise(run: RunConfig, dry_run: bool = False) -> None:
+    """Print the summary."""
+    if dry_run:
+        return
+    features = read_manifest(store_path(run, "train"))
+    training, report = read(run.directory / "training.json"), read(run.directory / "report.json")
+    first = report["entries"][0]
+    low, high = first["acceptance_length_ci95"]
+    rows: list[tuple[str, str]] = [
+        ("target", features.target["name"]),
+        (
+            "features",
+            f"{features.response_tokens} response tokens, {size(features.bytes)}, {duration(features.seconds)}",
+        ),
+        ("training", f"{training['step']} steps, {duration(training['seconds'])}"),
+        ("draft vocabulary", f"holds {training['coverage']:.1%} of held-out response tokens"),
+        (
+            "τ",
+            f"{first['acceptance_length']:.2f} [{low:.2f}, {high:.2f}] ({first['shape']['name']}, greedy, held-out prompts)",
+        ),
+    ]
+    rows += [(f"τ {e['drafter']} {e['shape']['name']}", f"{e['acceptance_length']:.2f}") for e in report["entries"][1:]]
+    rows += [
+        (
+            "speed here",
+            f"{first['speedup']:.2f}× plain decoding (break-even τ {first['speedup_model']['break_even_tau_here']:.2f})",
+        ),
+        ("speed on a GPU, modelled", f"{first['speedup_model']['modelled_gpu']:.2f}×, not measured"),
+        ("same text as plain decoding", f"{first['lossless']['identical']} of {first['lossless']['prompts']} prompts"),
+        ("report", str(run.directory / "report.html")),
+        *((f"export {engine}", str(run.directory / "export" / engine)) for engine in run.export.engines),
+    ]
+    table(f"run {run.name}", ("what", "result"), rows)
+    say(f"Serve it: {run.directory / 'export' / run.export.engines[0] / 'SERVE.md'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    run_stage("headwright summary", ABOUT, (), summarise, argv)
+
+
+if __name__ == "__main__":
+    main()
