@@ -32,6 +32,8 @@ def run_stage(prog: str, about: str, sections: tuple[str, ...], stage: Stage, ar
     args = parser.parse_args(argv)
     with clean_exit():
         stage(load_run(args.config, args.overrides), args.dry_run)
+        if args.dry_run:
+            print(f"dry run: {args.config} is sound as far as can be told without a network or a long computation")
 
 
 def explain(sections: tuple[str, ...]) -> str:

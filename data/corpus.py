@@ -135,12 +135,17 @@ def source_rows(source: Source) -> Iterator[tuple[str, Any]]:
     return file_rows(Path(source.path).expanduser()) if source.path else hub_rows(source)
 
 
-def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a .jsonl file, or pieces of a .txt file."""
+def check_path(path: Path) -> None:
+    """A local source must exist and be of a kind that is read."""
     if not path.is_file():
         raise UserError(f"corpus path {path}: no such file")
     if path.suffix not in (".jsonl", ".txt"):
         raise UserError(f"corpus path {path}: expected .jsonl (chats) or .txt (plain text)")
+
+
+def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a .jsonl file, or pieces of a .txt file."""
+    check_path(path)
     if path.suffix == ".txt":
         yield str(path), {"text": path.read_text(encoding="utf-8", errors="replace")}
         return

@@ -76,13 +76,19 @@ SETS = {
 }
 
 
+def check_demo(name: str) -> None:
+    """The name must be one of the sets."""
+    known = [*SETS, "python-stdlib"]
+    if name not in known:
+        raise UserError(f"corpus: no demo set {name!r}; there are {', '.join(known)}")
+
+
 def demo_rows(name: str) -> Iterator[Row]:
     """Rows of a demo set: prompts, or for `python-stdlib` the text of this interpreter's own library."""
     if name == "python-stdlib":
         yield from stdlib_rows()
         return
-    if name not in SETS:
-        raise UserError(f"corpus: no demo set {name!r}; there are {', '.join([*SETS, 'python-stdlib'])}")
+    check_demo(name)
     demo = SETS[name]
     text = read_member(demo.package, demo.member).decode("utf-8")
     for number, line in enumerate(text.splitlines(), 1):

@@ -17,11 +17,20 @@ from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, progress, say, size, table
 from headwright.data.batch import DocumentFeatures
-from headwright.data.corpus import Corpus, Document, describe, encode_document, encode_prompt, read_corpus
+from headwright.data.corpus import (
+    Corpus,
+    Document,
+    check_path,
+    describe,
+    encode_document,
+    encode_prompt,
+    read_corpus,
+)
+from headwright.data.demo import check_demo
 from headwright.data.regenerate import Question, answer, read_documents
 from headwright.data.sampling import Policy
 from headwright.data.store import DTYPES, FeatureWriter, Manifest, read_manifest, replace_with, sweep
-from headwright.data.target import Target
+from headwright.data.target import Target, locate
 
 SECTIONS = ("target", "corpus", "answers", "harvest")
 ABOUT = "Run the target over the corpus and store its hidden states."
@@ -49,18 +58,32 @@ def store_path(run: RunConfig, side: str) -> Path:
 
 def harvest(run: RunConfig, dry_run: bool = False) -> None:
     """Both sides of the corpus, each into its own store."""
+    if dry_run:
+        check_offline(run)
+        return
     state = PartialState()
     corpus = read_corpus(run.corpus, run.seed)
     if state.is_main_process:
         show_corpus(corpus)
-    if dry_run:
-        return
     save_config(run)
     target = Target.load(run.target, run.harvest.taps, state.device)
     for side, documents in (("train", corpus.train), ("held-out", corpus.held_out)):
         harvest_side(run, target, side, documents, state)
     if state.is_main_process:
         show_stores(run)
+
+
+def check_offline(run: RunConfig) -> None:
+    """What can be known without a network: local files and the names of embedded things."""
+    if not run.corpus.sources:
+        raise UserError("corpus.sources is empty: name at least one demo set, path or hub data set")
+    for source in run.corpus.sources:
+        if source.path:
+            check_path(Path(source.path).expanduser())
+        if source.demo:
+            check_demo(source.demo)
+    if not run.target.model.startswith("embedded:"):
+        locate(run.target.model)
 
 
 def harvest_side(run: RunConfig, target: Target, side: str, documents: Sequence[Document], state: PartialState) -> None:

@@ -4,11 +4,14 @@ Writes `runs/<name>/report.json` (schema headwright.acceptance/1) and `report.ht
 """
 
 import datetime
+import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -21,7 +24,7 @@ from headwright.configs.console import progress, say, table
 from headwright.data.harvest import store_path
 from headwright.data.regenerate import Question, answer
 from headwright.data.sampling import Policy
-from headwright.data.store import FeatureReader, write_json
+from headwright.data.store import FeatureReader, checksum, write_json
 from headwright.data.target import Target
 from headwright.eval.decode import Drafter, Generation, decode_plain, speculate
 from headwright.eval.drafters import PromptLookup
@@ -52,6 +55,11 @@ class Baseline:
     hf_tokens: list[int]
     greedy: list[list[int]]
 
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Baseline":
+        """From its JSON form."""
+        return cls(**raw | {"ours": [Generation(**generation) for generation in raw["ours"]]})
+
     def step_seconds(self) -> float:
         """One plain target pass."""
         return sum(run.phases["verify"] for run in self.ours) / sum(len(run.emitted) for run in self.ours)
@@ -69,14 +77,14 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     policies = [Policy(temperature) for temperature in run.eval.temperatures]
     if dry_run:
         return
-    started = time.perf_counter()
     reader = FeatureReader(store_path(run, "held-out"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(run.target, reader.manifest.taps, device)
     head = load_head(run.directory / "head", target).eval()
     prompts = held_out_prompts(reader, run.eval.prompts)
     say(f"evaluating on {len(prompts)} held-out prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
-    baseline = measure_baseline(run, target, prompts)
+    done = Finished(run.directory / "eval.json", identity(run, target, prompts))
+    baseline = Baseline.read(done.recall("baseline", lambda: asdict(measure_baseline(run, target, prompts))))
     drafters: list[tuple[str, Drafter, list[TreeShape]]] = [(run.head.kind, head, shapes)]
     if run.eval.prompt_lookup:
         drafters.append(("prompt-lookup", PromptLookup(), [s for s in shapes if s.kind == "chain"][:1]))
@@ -84,12 +92,50 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     for name, drafter, its_shapes in drafters:
         for policy in policies:
             for shape in its_shapes:
-                entries.append(measure(run, target, name, drafter, shape, policy, prompts, baseline))
-    report = {"schema": SCHEMA, **header(run, target, prompts, baseline), "entries": entries}
-    report["seconds"] = time.perf_counter() - started
+                work = partial(measure, run, target, name, drafter, shape, policy, prompts, baseline)
+                entries.append(done.recall(f"{name} {shape.name} T={policy.temperature:g}", work))
+    top = done.recall("header", lambda: header(run, target, prompts, baseline))
+    report = {"schema": SCHEMA, **top, "entries": entries, "seconds": done.seconds()}
     write_json(run.directory / "report.json", report)
     write_html(run.directory, report)
     show(report)
+
+
+def identity(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What finished measurements belong to: these weights, these prompts, these settings."""
+    return {
+        "head": checksum(run.directory / "head" / "model.safetensors"),
+        "target": target.spec.fingerprint,
+        "prompts": [prompt.place for prompt in prompts],
+        "eval": {key: value for key, value in asdict(run.eval).items() if key != "shapes"},
+        "seed": run.seed,
+    }
+
+
+class Finished:
+    """Measurements that an interrupted evaluation need not repeat. Another identity starts anew."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]):
+        self.path = path
+        self.kept: dict[str, Any] = {"identity": json.loads(json.dumps(identity)), "parts": {}, "seconds": {}}
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["identity"] == self.kept["identity"]:
+                self.kept = found
+                say(f"continuing {path}; remove it to measure again")
+
+    def recall(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result kept under `name`, or that of `work`, kept from now on."""
+        if name not in self.kept["parts"]:
+            started = time.perf_counter()
+            self.kept["parts"][name] = json.loads(json.dumps(work()))
+            self.kept["seconds"][name] = time.perf_counter() - started
+            write_json(self.path, self.kept)
+        return self.kept["parts"][name]
+
+    def seconds(self) -> float:
+        """Time of all that was measured."""
+        return sum(self.kept["seconds"].values())
 
 
 def measure_baseline(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> Baseline:
@@ -333,8 +379,8 @@ def verdict(entry: dict[str, Any]) -> str:
     worth = "pays" if tau > even else "does not pay"
     return (
         f"One cycle costs {even:.2f} plain steps here, so drafting pays above τ = {even:.2f}; with τ = {tau:.2f} it "
-        f"{worth} on this device ({entry['speedup']:.2f}×). The same τ would give {model['modelled_gpu']:.2f}× by the cost model of a GPU "
-        f"({model['modelled_gpu_assumes']})."
+        f"{worth} on this device ({entry['speedup']:.2f}×). The same τ would give {model['modelled_gpu']:.2f}× by the cost "
+        f"model of a GPU ({model['modelled_gpu_assumes']})."
     )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -58,7 +58,6 @@ class Oracle:
     text: list[int]
     wrong: bool = False
     vocab: int = 272
-    trees: list[Tree] = field(default_factory=list)
 
     def start(self, batch: int, slots: int) -> Row:
         return Row()
@@ -69,39 +68,19 @@ class Oracle:
         guesses = self.text[state.known : state.known + shape.depth]
         if self.wrong:
             guesses = [(token + 1) % self.vocab for token in guesses]
-        tree = chain_of(context, guesses) if shape.kind == "chain" else self.bushy(guesses)
-        self.trees.append(tree)
-        return tree
-
-    def bushy(self, guesses: list[int]) -> Tree:
-        """A decoy before and a decoy after every right node, so that paths are not simply 0, 1, 2, …"""
-        tokens, parents, depth, above = [self.text[0]], [-1], [0], 0
-        for level, token in enumerate(guesses, 1):
-            right = len(tokens) + 1
-            tokens += [(token + 7) % self.vocab, token, (token + 9) % self.vocab]
-            parents += [above] * 3
-            depth += [level] * 3
-            above = right
-        columns = (torch.tensor([part]) for part in (tokens, parents, depth))
-        tree = Tree(*columns, torch.zeros(1, len(tokens)))
-        tree.tokens_BN[0, 0] = self.text[self.text_place(guesses)]
-        return tree
-
-    def text_place(self, guesses: list[int]) -> int:
-        """Where the root stands."""
-        for place in range(len(self.text)):
-            if self.text[place + 1 : place + 1 + len(guesses)] == guesses:
-                return place
-        raise AssertionError("the guesses are part of the text")
+        return chain_of(context, guesses) if shape.kind == "chain" else bushy(int(context.root_B), guesses, self.vocab)
 
 
-class Bushy(Oracle):
-    """The tree-drafting oracle; remembers its root."""
-
-    def propose(self, state: Row, context: Context, shape: TreeShape) -> Tree:
-        tree = super().propose(state, context, shape)
-        tree.tokens_BN[0, 0] = context.root_B
-        return tree
+def bushy(root: int, guesses: list[int], vocab: int) -> Tree:
+    """A decoy before and a decoy after every guess, so that the path is not simply 0, 1, 2, …"""
+    tokens, parents, depth, above = [root], [-1], [0], 0
+    for level, token in enumerate(guesses, 1):
+        tokens += [(token + 7) % vocab, token, (token + 9) % vocab]
+        parents += [above] * 3
+        depth += [level] * 3
+        above = len(tokens) - 2
+    columns = (torch.tensor([part]) for part in (tokens, parents, depth))
+    return Tree(*columns, torch.zeros(1, len(tokens)))
 
 
 def check_counters(out) -> None:
@@ -153,12 +132,11 @@ def test_greedy_text_with_a_head_that_is_often_right(tiny, drafty, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_an_oracle_is_accepted_whole(tiny, shape):
     """Every cycle emits depth + 1 tokens, through chains and through trees with decoys."""
-    kind = Oracle if shape.kind == "chain" else Bushy
     for prompt in PROMPTS:
         cycles = 5
         limit = 1 + cycles * (shape.depth + 1)
         text = prompt + decode_plain(tiny, prompt, limit + shape.depth).tokens
-        out = speculate(tiny, kind(text), prompt, shape, limit)
+        out = speculate(tiny, Oracle(text), prompt, shape, limit)
         assert out.tokens == text[len(prompt) : len(prompt) + limit]
         assert out.accepted == [shape.depth] * cycles
         assert out.emitted == [shape.depth + 1] * cycles
@@ -167,11 +145,10 @@ def test_an_oracle_is_accepted_whole(tiny, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_a_drafter_that_is_never_right_loses_nothing(tiny, shape):
-    kind = Oracle if shape.kind == "chain" else Bushy
     for prompt in PROMPTS:
         plain = decode_plain(tiny, prompt, 20)
         text = prompt + decode_plain(tiny, prompt, 20 + shape.depth).tokens
-        out = speculate(tiny, kind(text, wrong=True), prompt, shape, 20)
+        out = speculate(tiny, Oracle(text, wrong=True), prompt, shape, 20)
         assert out.tokens == plain.tokens
         if shape.kind == "chain":
             assert out.accepted == [0] * 19
@@ -224,7 +201,7 @@ def test_limit_is_met_exactly(tiny, drafty, limit):
     plain = decode_plain(tiny, prompt, limit).tokens
     assert len(plain) == limit
     text = prompt + decode_plain(tiny, prompt, 30).tokens
-    for drafter, shape in ((Oracle(text), CHAIN), (Bushy(text), TREE), (drafty, CHAIN), (drafty, TREE)):
+    for drafter, shape in ((Oracle(text), CHAIN), (Oracle(text), TREE), (drafty, CHAIN), (drafty, TREE)):
         out = speculate(tiny, drafter, prompt, shape, limit)
         assert out.tokens == plain
         check_counters(out)
@@ -307,6 +284,19 @@ def toy():
     return target
 
 
+def toy_head(target, size):
+    """A head that has seen some of the target's sampled text, so that drafts of every length are accepted."""
+    head = make_tiny_head(target, size, steps=2, out_of_vocab="renormalise")
+    questions = [Question([a, b, 3], Policy(1.1, top_k=3), seed=a * WORDS + b) for a in range(4) for b in range(4)]
+    batch = pack(answer(target, questions, 12))
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        head.loss(batch, target).total.backward()
+        optimizer.step()
+    return head.eval()
+
+
 def exact_distribution(target, prompt: list[int], policy: Policy, length: int) -> dict[tuple[int, ...], float]:
     """The target's distribution over texts, by enumeration."""
     out: dict[tuple[int, ...], float] = {(): 1.0}
@@ -341,16 +331,15 @@ PROMPT = [1, 5, 3]
     ("shape", "size"),
     [
         (TreeShape("chain", 2, 1, 2), None),
-        (TreeShape("chain", 2, 1, 2), 7),
-        (TreeShape("dynamic", 2, 2, 4), None),
-        (TreeShape("dynamic", 2, 2, 4), 7),
+        (TreeShape("chain", 2, 1, 2), 9),
+        (TreeShape("dynamic", 2, 3, 9), 9),
     ],
     ids=lambda value: value.name if isinstance(value, TreeShape) else "full" if value is None else f"{value}-words",
 )
 def test_sampled_text_has_the_targets_distribution(toy, shape, size):
     """χ² over the first three new tokens: the prefill's, and two of the first cycle (accepted, residual or bonus)."""
     policy = Policy(1.1, top_k=3)
-    head = make_tiny_head(toy, size)
+    head = toy_head(toy, size)
     expected = exact_distribution(toy, PROMPT, policy, 3)
     assert len(expected) == 27
     counts, accepted = Counter(), Counter()
@@ -364,14 +353,14 @@ def test_sampled_text_has_the_targets_distribution(toy, shape, size):
 
 def test_chi_square_sees_another_policy(toy):
     """Negative control: plain decoding at another temperature is told apart."""
-    policy, other = Policy(1.1, top_k=3), Policy(0.9, top_k=3)
+    policy, other = Policy(1.1, top_k=3), Policy(0.7, top_k=3)
     expected = exact_distribution(toy, PROMPT, policy, 3)
     right, wrong = (
-        Counter(tuple(decode_plain(toy, PROMPT, 3, p, seed=seed).tokens) for seed in range(SAMPLES // 2))
+        Counter(tuple(decode_plain(toy, PROMPT, 3, p, seed=seed).tokens) for seed in range(SAMPLES // 4))
         for p in (policy, other)
     )
-    assert p_value(right, expected, SAMPLES // 2) > 1e-3
-    assert p_value(wrong, expected, SAMPLES // 2) < 1e-6
+    assert p_value(right, expected, SAMPLES // 4) > 1e-3
+    assert p_value(wrong, expected, SAMPLES // 4) < 1e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)

@@ -15,8 +15,8 @@ from headwright.data.sampling import Policy, draw
 def naive(logits: list[float], policy: Policy) -> tuple[list[float], float]:
     """The probabilities in double precision, token by token, and how close the nearest decision was.
 
-    Ranks by probability, lower id first; keeps the first top_k; of those the shortest beginning that holds top_p; of
-    those the ones with min_p times the largest probability.
+    Ranks by probability, lower id first; keeps the first top_k; of those the shortest beginning that holds the share
+    top_p of their mass; of those the ones with min_p times the largest probability.
     """
     if policy.greedy:
         best = max(range(len(logits)), key=lambda i: (logits[i], -i))
@@ -31,11 +31,12 @@ def naive(logits: list[float], policy: Policy) -> tuple[list[float], float]:
         first_out, last_in = probs[order[policy.top_k]], probs[order[policy.top_k - 1]]
         margin = (last_in - first_out) / last_in
         order = order[: policy.top_k]
+    enough = policy.top_p * math.fsum(probs[token] for token in order)
     for token in order:
         if policy.top_p < 1:
-            margin = min(margin, abs(mass - policy.top_p) / policy.top_p)
-        if mass >= policy.top_p:
-            break
+            margin = min(margin, abs(mass - enough) / enough)
+            if mass >= enough:
+                break
         kept.append(token)
         mass += probs[token]
     if policy.min_p:
