@@ -8,6 +8,7 @@ with the units that have none. A shard holds its documents behind each other: id
 [R, D] with argmax [R] and logz [R] for loss-bearing positions only, and offsets [documents + 1, 2] into T and R.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -91,7 +92,7 @@ class FeatureWriter:
         }
         refuse_broken(tensors, notes, ends)
         metadata = {"documents": json.dumps(list(notes)), "seconds": f"{seconds:.3f}"}
-        replace_with(self.path(unit), lambda path: save_file(tensors, path, metadata))
+        replace_with(self.path(unit), lambda path: save_tensors(tensors, path, metadata))
 
     def finish(self) -> Manifest | None:
         """Complete the manifest once every unit has its shard; None while some are missing. Safe to call twice."""
@@ -220,6 +221,17 @@ def checksum(path: Path) -> str:
         while block := file.read(1 << 22):
             state.update(block)
     return state.hexdigest()
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors' save_file, with a full disk told as the OSError that it is."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if f"os error {code}" in str(error):
+                raise OSError(code, os.strerror(code), str(path)) from None
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headwright.configs import UserError
 from headwright.configs.load import build
 from headwright.data.batch import FeatureBatch
 from headwright.data.sampling import Policy
-from headwright.data.store import replace_with, write_json
+from headwright.data.store import replace_with, save_tensors, write_json
 from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
 from headwright.heads import get_head
@@ -133,7 +133,7 @@ def save_head(head: DraftHead, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     tensors["vocab.ids"] = head.vocab.ids_W.cpu()
-    replace_with(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": FORMAT}))
+    replace_with(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": FORMAT}))
     described = {
         "format": FORMAT,
         "head": asdict(head.config),

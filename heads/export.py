@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headwright.configs import RunConfig, UserError
@@ -20,7 +19,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
 from headwright.data.sampling import Policy
-from headwright.data.store import FeatureReader, replace_with, write_json
+from headwright.data.store import FeatureReader, replace_with, save_tensors, write_json
 from headwright.data.target import Target
 from headwright.heads.base import Context, DraftHead, Export, PlainReader, load_head
 from headwright.heads.draft_tree import TreeShape
@@ -119,7 +118,7 @@ def write_directory(folder: Path, export: Export) -> None:
     """config.json and model.safetensors, checked first."""
     check_tensors(export)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_with(folder / "model.safetensors", lambda path: save_file(export.tensors, path, {"format": "pt"}))
+    replace_with(folder / "model.safetensors", lambda path: save_tensors(export.tensors, path, {"format": "pt"}))
     write_json(folder / "config.json", export.config)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headwright.configs import UserError
+from headwright.data.store import save_tensors
 
 
 @dataclass
@@ -54,8 +55,8 @@ def save_checkpoint(folder: Path, head: nn.Module, optimizer: torch.optim.Optimi
     scratch.mkdir(parents=True)
     try:
         weights = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
-        save_file(weights, scratch / "model.safetensors")
-        save_file(optimizer_tensors(head, optimizer), scratch / "optimizer.safetensors")
+        save_tensors(weights, scratch / "model.safetensors")
+        save_tensors(optimizer_tensors(head, optimizer), scratch / "optimizer.safetensors")
         (scratch / "progress.json").write_text(json.dumps(vars(progress), indent=2) + "\n", encoding="utf-8")
         if final.exists():
             shutil.rmtree(final)
