@@ -91,6 +91,10 @@ def read_corpus(config: CorpusConfig, seed: int) -> Corpus:
             side.append(document)
     if not corpus.train:
         raise UserError("corpus: every document was held out; lower corpus.held_out or add text")
+    if not corpus.held_out:
+        raise UserError(
+            "corpus: no document was held out, so nothing could be measured; raise corpus.held_out or add text"
+        )
     return corpus
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import xxhash
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -167,7 +168,7 @@ class Target:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer or where, **options)
             model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"target.model {config.model}: cannot be loaded: {reason}") from None
         model.to(device)  # type: ignore[arg-type]

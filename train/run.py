@@ -50,8 +50,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     stream = make_stream(run, features, accelerator)
     total = max(1, round(run.train.epochs * stream.steps_per_epoch()))
     folder, identity = run.directory / "checkpoints", run_identity(run, features, accelerator, total)
-    found = load_checkpoint(folder, head, optimizer, identity)
-    state = found or Progress(total=total, identity=identity)
+    state = load_checkpoint(folder, head, optimizer, identity) or Progress(total=total, identity=identity)
     model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
     check_parallel(accelerator, model)
     if accelerator.is_main_process:
@@ -73,7 +72,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
             save_checkpoint(folder, unwrapped(accelerator, model), optimizer, state)
         accelerator.wait_for_everyone()
 
-    tracker = Tracker(run, accelerator.is_main_process, resumed=found is not None)
+    tracker = Tracker(run, accelerator.is_main_process, since=state.step)
     try:
         fit(
             accelerator,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwright.configs import RunConfig
 from headwright.configs.console import say
+from headwright.data.store import replace_with
 
 
 class Meter:
@@ -36,16 +37,18 @@ class Meter:
 
 
 class Tracker:
-    """Writes each record to metrics.jsonl, and to W&B."""
+    """Writes each record to metrics.jsonl, and to W&B. On resuming, what a killed run wrote after its checkpoint is dropped."""
 
-    def __init__(self, run: RunConfig, active: bool, resumed: bool):
+    def __init__(self, run: RunConfig, active: bool, since: int):
         self.file = None
         self.wandb: Any = None
         if not active:
             return
         run.directory.mkdir(parents=True, exist_ok=True)
         path = run.directory / "metrics.jsonl"
-        self.file = path.open("a" if resumed else "w", encoding="utf-8")
+        kept = "".join(json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= since)
+        replace_with(path, lambda scratch: scratch.write_text(kept, encoding="utf-8"))
+        self.file = path.open("a", encoding="utf-8")
         if run.train.track.wandb != "off":
             self.wandb = start_wandb(run)
 
