@@ -126,7 +126,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path}: no such file")
     try:
         raw = parse(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"config {path}: expected sections of keys, found {type(raw).__name__}")
@@ -154,11 +154,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def step_into(node: Any, part: str, key: str) -> Any:
     """The child `part` of `node`, made if it is a missing section."""
-    if isinstance(node, list):
-        return node[list_index(node, part, key)]
-    child = node.setdefault(part, {})
+    place: Any = list_index(node, part, key) if isinstance(node, list) else part
+    child = node[place] if isinstance(node, list) else node.setdefault(place, {})
     if child is None:
-        child = node[part] = {}
+        child = node[place] = {}
     if not isinstance(child, dict | list):
         raise UserError(f"override {key}: {part} is a value, not a section")
     return child
@@ -166,7 +165,7 @@ def step_into(node: Any, part: str, key: str) -> Any:
 
 def list_index(node: list[Any], part: str, key: str) -> int:
     """`part` as an index into `node`."""
-    if not part.isdigit() or int(part) >= len(node):
+    if not part.isdecimal() or int(part) >= len(node):
         raise UserError(f"override {key}: {part!r} is not an index below {len(node)}")
     return int(part)
 

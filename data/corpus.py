@@ -5,13 +5,15 @@ and no knowledge of any template. T tokens of one document.
 """
 
 import json
-import warnings
+import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import xxhash
 
 from headwright.configs import UserError
@@ -20,7 +22,8 @@ from headwright.configs.schema import CorpusConfig, Source
 from headwright.data.demo import demo_rows
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
-PIECE = 2000  # characters of plain text per document
+PIECE = 2000  # characters of plain text per document, at most
+PROBE = "\ue000"  # private use: no text holds it
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Document:
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     words: int = 0
+
+    def opening(self) -> str:
+        """Plain text: its first `words` words, spaced as they are."""
+        words = list(re.finditer(r"\S+", self.text))
+        return self.text[: words[min(self.words, len(words)) - 1].end()]
 
     @property
     def prompt(self) -> list[dict[str, Any]]:
@@ -123,13 +131,29 @@ def label(source: Source) -> str:
 
 def read_source(source: Source, system: str | None, skipped: Counter[str]) -> Iterator[Document]:
     """The usable documents of one source; malformed rows are reported with their place and counted."""
-    for place, row in source_rows(source):
+    for place, row in pieces(source_rows(source)):
         try:
             yield make_document(row, source, place, system)
         except ValueError as error:
             skipped["malformed rows"] += 1
             if skipped["malformed rows"] <= 5:
                 say(f"skipped {place}: {error}")
+
+
+def pieces(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Long texts cut into parts of about equal length, at white space; everything else as it is."""
+    for place, row in rows:
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str) or len(text) <= PIECE or "messages" in row:
+            yield place, row
+            continue
+        size = math.ceil(len(text) / math.ceil(len(text) / (PIECE - 100)))
+        start = 0
+        while start < len(text):
+            gap = re.compile(r"\s").search(text, start + size, start + size + 100)
+            end = gap.start() if gap else start + size
+            yield f"{place}@{start}", {"text": text[start:end]}
+            start = end
 
 
 def source_rows(source: Source) -> Iterator[tuple[str, Any]]:
@@ -151,9 +175,9 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Rows of a .jsonl file, or pieces of a .txt file."""
     check_path(path)
     if path.suffix == ".txt":
-        yield str(path), {"text": path.read_text(encoding="utf-8", errors="replace")}
+        yield str(path), {"text": path.read_text(encoding="utf-8-sig", errors="replace")}
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{path}:{number}", parse_line(line)
@@ -163,7 +187,7 @@ def parse_line(line: str) -> Any:
     """A JSON value, or None: the row is then reported as malformed where it is used."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -187,8 +211,8 @@ def make_document(row: Any, source: Source, place: str, system: str | None) -> D
         text = row["text"]
         if not isinstance(text, str) or len(text.split()) < 2 * source.words:
             raise ValueError("text is missing or shorter than two prompts")
-        key = xxhash.xxh64_hexdigest(text[:PIECE].encode("utf-8", "replace"))
-        return Document(key, label(source), place, source.samples, text=text[:PIECE], words=source.words)
+        key = xxhash.xxh64_hexdigest(text.encode("utf-8", "replace"))
+        return Document(key, label(source), place, source.samples, text=text, words=source.words)
     messages = read_messages(row)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -206,7 +230,9 @@ def read_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(turns, list) or not turns:
             raise ValueError("messages is empty")
         return [read_turn(turn) for turn in turns]
-    asked = row.get("prompt") or row.get("question") or (row.get("turns") or [None])[0]
+    several = row.get("turns")
+    first = several[0] if isinstance(several, list) and several else None
+    asked = row.get("prompt") or row.get("question") or first
     answer = row.get("response") or row.get("completion") or row.get("answer")
     if not isinstance(asked, str) or not asked.strip():
         raise ValueError(f"no messages, conversations, prompt, turns or text among the keys {sorted(row)[:8]}")
@@ -227,9 +253,10 @@ def read_turn(turn: Any) -> dict[str, Any]:
 def encode_prompt(document: Document, tokenizer: Any) -> list[int]:
     """The ids after which the target answers: turns and generation prompt, or the beginning of a text."""
     if document.text:
-        start = " ".join(document.text.split(" ")[: document.words])
-        return tokenizer(start)["input_ids"]
+        return tokenizer(clean(document.opening()))["input_ids"]
     require_template(tokenizer)
+    if not any(turn["role"] == "user" for turn in document.prompt):
+        raise ValueError("the assistant speaks first: there is no prompt")
     return render_ids(tokenizer, document.prompt, add_generation_prompt=True)
 
 
@@ -245,7 +272,7 @@ def encode_document(document: Document, tokenizer: Any) -> Encoded:
     Raises ValueError where there is nothing to learn or the mask cannot be trusted.
     """
     if document.text:
-        ids = tokenizer(document.text)["input_ids"]
+        ids = tokenizer(clean(document.text))["input_ids"]
         return Encoded(ids, [index > 0 for index in range(len(ids))])
     require_template(tokenizer)
     return encode_chat(list(document.messages), tokenizer)
@@ -264,30 +291,41 @@ def encode_chat(messages: list[dict[str, Any]], tokenizer: Any) -> Encoded:
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     mask = [any(start <= left and right <= end and right > left for start, end in spans) for left, right in offsets]
-    mask = add_turn_ends(ids, mask, offsets, spans, set(tokenizer.all_special_ids))
+    mask = add_turn_ends(ids, mask, offsets, spans, set(tokenizer.all_special_ids), whole)
     check_round_trip(ids, mask, messages, tokenizer)
     return Encoded(ids, mask)
 
 
 def answer_spans(messages: list[dict[str, Any]], tokenizer: Any) -> list[tuple[int, int]]:
-    """Character spans [start, end) of the assistant turns' contents in the rendered chat, by incremental rendering."""
+    """Character spans [start, end) of the assistant turns' contents in the rendered chat."""
     whole = render(tokenizer, messages)
     spans = []
     for index, turn in enumerate(messages):
-        if turn["role"] != "assistant" or not turn["content"].strip():
+        content = turn["content"].strip()
+        if turn["role"] != "assistant" or not content:
             continue
-        before = render(tokenizer, messages[:index], add_generation_prompt=True)
-        through = render(tokenizer, messages[: index + 1])
-        if not whole.startswith(before) or not through.startswith(before):
+        before = text_before(messages, index, tokenizer)
+        if not whole.startswith(before):
             raise ValueError(
                 f"turn {index}: the chat template rewrites earlier turns, so its place in the whole chat is not known"
             )
-        content = turn["content"].strip()
-        start = whole.find(content, len(before))
-        if start < 0 or start > len(through):
+        start = len(before) + len(whole[len(before) :]) - len(whole[len(before) :].lstrip())
+        if not whole.startswith(content, start):
             raise ValueError(f"turn {index}: the chat template changes the answer's text")
         spans.append((start, start + len(content)))
     return spans
+
+
+def text_before(messages: list[dict[str, Any]], index: int, tokenizer: Any) -> str:
+    """What the template writes before the content of turn `index`, found by rendering that turn with a probe in its place.
+
+    The generation prompt would not do: a template may ignore it, or end it differently from the turn itself.
+    """
+    turns = [*messages[:index], {**messages[index], "content": PROBE}]
+    before, found, _ = render(tokenizer, turns).rpartition(PROBE)
+    if not found:
+        raise ValueError(f"turn {index}: the chat template leaves the answer out")
+    return before
 
 
 def add_turn_ends(
@@ -296,12 +334,15 @@ def add_turn_ends(
     offsets: list[tuple[int, int]],
     spans: list[tuple[int, int]],
     special: set[int],
+    whole: str,
 ) -> list[bool]:
     """Add to each answer the special token that ends it: the target must say that one, too."""
     mask = list(mask)
     for start, end in spans:
         inside = [index for index, (left, right) in enumerate(offsets) if left < end and right > start]
         after = inside[-1] + 1
+        while after < len(ids) and ids[after] not in special and not whole[slice(*offsets[after])].strip():
+            after += 1  # white space that the template keeps between the answer and its end
         if after < len(ids) and ids[after] in special:
             mask[after] = True
     return mask
@@ -318,11 +359,18 @@ def check_round_trip(ids: list[int], mask: list[bool], messages: list[dict[str, 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     """The chat template's text."""
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options) if messages else ""
+    try:
+        return clean(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refuses the chat: {error}") from None
+
+
+def clean(text: str) -> str:
+    """The text itself. Raises ValueError (as UnicodeEncodeError) where it cannot be encoded: lone surrogates."""
+    text.encode("utf-8")
+    return text
 
 
 def render_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     """The chat template's text as ids. The template writes its special tokens itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tokenizer(render(tokenizer, messages, **options), add_special_tokens=False)["input_ids"]
+    return tokenizer(render(tokenizer, messages, **options), add_special_tokens=False)["input_ids"]

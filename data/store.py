@@ -91,7 +91,8 @@ class FeatureWriter:
             "offsets": ends,
         }
         refuse_broken(tensors, notes, ends)
-        metadata = {"documents": json.dumps(list(notes)), "seconds": f"{seconds:.3f}"}
+        # one key: safetensors writes several in any order, and equal shards should be equal files
+        metadata = {"headwright": json.dumps({"documents": list(notes), "seconds": round(seconds, 3)})}
         replace_with(self.path(unit), lambda path: save_tensors(tensors, path, metadata))
 
     def finish(self) -> Manifest | None:
@@ -115,7 +116,7 @@ def describe_shard(path: Path) -> dict[str, Any]:
     """Counts and checksum of one shard."""
     with safe_open(path, "pt") as shard:
         mask = shard.get_tensor("mask")
-        metadata = shard.metadata()
+        metadata = json.loads(shard.metadata()["headwright"])
         documents = shard.get_slice("offsets").get_shape()[0] - 1
     return {
         "file": path.name,
@@ -124,7 +125,7 @@ def describe_shard(path: Path) -> dict[str, Any]:
         "response_tokens": int(mask.sum()),
         "bytes": path.stat().st_size,
         "xxh64": checksum(path),
-        "seconds": float(metadata["seconds"]),
+        "seconds": metadata["seconds"],
     }
 
 
@@ -158,13 +159,13 @@ class FeatureReader:
         self.manifest = read_manifest(root)
         if not self.manifest.complete:
             raise UserError(f"{root}: the harvest is not finished: run it again, it continues where it stopped")
-        self.shards = [safe_open(root / shard["file"], "pt") for shard in self.manifest.shards or []]
+        self.shards = [open_shard(root / shard["file"]) for shard in self.manifest.shards or []]
         self.places: list[tuple[int, int, int, int, int]] = []
         self.notes: list[dict[str, Any]] = []
         for index, shard in enumerate(self.shards):
             offsets = shard.get_tensor("offsets").tolist()
             self.places += [(index, *a, *b) for a, b in itertools.pairwise(offsets)]
-            self.notes += json.loads(shard.metadata()["documents"])
+            self.notes += json.loads(shard.metadata()["headwright"])["documents"]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -200,6 +201,14 @@ class FeatureReader:
         return [s["file"] for s in self.manifest.shards or [] if checksum(self.root / s["file"]) != s["xxh64"]]
 
 
+def open_shard(path: Path) -> Any:
+    """A shard, memory-mapped."""
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); remove it and harvest again") from None
+
+
 def read_manifest(root: Path) -> Manifest:
     """The manifest of a store, or UserError."""
     path = root / "manifest.json"
@@ -209,9 +218,13 @@ def read_manifest(root: Path) -> Manifest:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise UserError(f"{path}: not valid JSON; remove {root} and harvest again") from None
-    if raw.get("schema") != SCHEMA:
-        raise UserError(f"{path}: schema {raw.get('schema')!r}, this version reads {SCHEMA}")
-    return Manifest(**raw)
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"{path}: schema {schema!r}, this version reads {SCHEMA}; remove {root} and harvest again")
+    try:
+        return Manifest(**raw)
+    except TypeError as error:
+        raise UserError(f"{path}: not a manifest ({error}); remove {root} and harvest again") from None
 
 
 def checksum(path: Path) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headwright.configs import UserError
 from headwright.data.batch import FeatureBatch, pack
 from headwright.data.store import FeatureReader
 
@@ -27,6 +28,8 @@ class FeatureStream:
 
     def __post_init__(self) -> None:
         self.lengths = self.reader.lengths()
+        if not self.lengths:
+            raise UserError(f"{self.reader.root}: the store holds no documents")
         self.group = self.world * self.accumulate
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:

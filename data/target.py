@@ -167,12 +167,13 @@ class Target:
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer or where, **options)
-            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+            model, loaded = load_model(where, dtype, options)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"target.model {config.model}: cannot be loaded: {reason}") from None
-        model.to(device)  # type: ignore[arg-type]
-        return cls(model, tokenizer, config.model, taps, config.revision)
+        if loaded["missing_keys"]:  # transformers fills them with noise and only warns
+            raise UserError(f"target.model {config.model}: weights are missing: {sorted(loaded['missing_keys'])[:3]}")
+        return cls(model.to(device), tokenizer, config.model, taps, config.revision)
 
     @property
     def device(self) -> torch.device:
@@ -348,6 +349,11 @@ def locate(model: str) -> str:
             raise UserError(f"target.model {model}: no such model directory (looked for {path / 'config.json'})")
         return str(path)
     return model
+
+
+def load_model(where: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
+    """The model and what its loading reported."""
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:

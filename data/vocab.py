@@ -67,6 +67,8 @@ def build_vocab(counts_V: Tensor, size: int | None, pinned: Sequence[int]) -> Dr
         return full_vocab(target_size)
     keep = counts_V.clone()
     keep[list(pinned)] = counts_V.sum() + 1
+    if size < len(set(pinned)):
+        raise UserError(f"vocab.size {size}: {len(set(pinned))} special tokens are always kept; set it higher")
     distinct = int((keep > 0).sum())
     if size > target_size or size > distinct:
         raise UserError(

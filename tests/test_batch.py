@@ -113,9 +113,7 @@ def test_packed_is_each_document_alone(masks, steps):
         assert (packed.segment_T[own] == number).all()
         for name in ("ids_T", "mask_T", "position_T", "taps_TKD"):
             assert torch.equal(getattr(packed, name)[own], getattr(alone, name))
-        assert torch.equal(
-            start_mask(packed.mask_T, packed.segment_T)[own], start_mask(alone.mask_T, alone.segment_T)
-        )
+        assert torch.equal(start_mask(packed.mask_T, packed.segment_T)[own], start_mask(alone.mask_T, alone.segment_T))
         for step in range(steps):
             together = loss_mask(packed.mask_T, packed.segment_T, step)[own]
             assert torch.equal(together, loss_mask(alone.mask_T, alone.segment_T, step))

@@ -71,14 +71,14 @@ def test_unknown_key_inside_a_list_of_shapes(minimal):
 
 
 def test_unknown_key_unlike_any_lists_the_known(minimal):
-    with pytest.raises(UserError, match="known keys: project|known keys: wandb"):
+    with pytest.raises(UserError, match="known keys: wandb, project"):
         load_run(minimal, ["train.track.zzzzzz=1"])
 
 
 def test_unknown_head_kind_names_the_nearest(minimal):
     with pytest.raises(UserError, match=r"did you mean eagle3\?"):
         load_run(minimal, ["head.kind=eagel3"])
-    with pytest.raises(UserError, match="there are .*eagle3"):
+    with pytest.raises(UserError, match=r"there are .*eagle3"):
         load_run(minimal, ["head.kind=zzzzz"])
 
 

@@ -16,6 +16,7 @@ from headwright.data.corpus import (
     encode_chat,
     encode_document,
     encode_prompt,
+    limited,
     make_document,
     rank_of,
     read_corpus,
@@ -148,7 +149,7 @@ def test_end_of_turn_is_learned_after_trailing_space(name, text):
     assert "".join(runs).count(end) == 2
 
 
-@pytest.mark.parametrize("answer", ["a", "s", "assistant", "t\nhello", "\nx".strip()])
+@pytest.mark.parametrize("answer", ["a", "ss", "assistant", "hello"])
 def test_template_without_generation_prompt(answer):
     """A role header that is plain text must not pass for the answer: right mask, or a refusal."""
     tokenizer = make_tokenizer(
@@ -196,7 +197,7 @@ REWRITES = {
 @pytest.mark.parametrize("name", REWRITES)
 def test_rewriting_template_is_refused(name):
     tokenizer = make_tokenizer(REWRITES[name])
-    with pytest.raises(ValueError, match="turn 1: the chat template|do not decode"):
+    with pytest.raises(ValueError, match=r"turn 1: the chat template|do not decode"):
         encode_chat(chat("what now", "first answer", "and then", "second answer"), tokenizer)
 
 
@@ -279,6 +280,13 @@ def jsonl(path: Path, rows: list) -> Path:
 def corpus_of(path: Path, seed: int = 0, held_out: float = 0.0, **source):
     """The corpus of one file."""
     return read_corpus(CorpusConfig([Source(path=str(path), **source)], held_out=held_out), seed)
+
+
+def read(path: Path, seed: int = 0, **source) -> tuple[list[Document], Counter[str]]:
+    """The documents of one file before they are split, and what was skipped."""
+    skipped: Counter[str] = Counter()
+    config = Source(path=str(path), **source)
+    return limited(list(read_source(config, None, skipped)), config.limit, seed), skipped
 
 
 FORMS = [
@@ -378,25 +386,25 @@ MALFORMED = [
 
 @pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:40])
 def test_malformed_row_is_counted_and_never_fatal(tmp_path, line):
-    corpus = corpus_of(jsonl(tmp_path / "a.jsonl", [{"prompt": "good"}, line, {"prompt": "also good"}]))
-    assert [d.prompt[0]["content"] for d in corpus.train] == ["good", "also good"]
-    assert [d.place.rsplit(":", 1)[1] for d in corpus.train] == ["1", "3"]
-    assert corpus.skipped == Counter({"malformed rows": 1})
+    documents, skipped = read(jsonl(tmp_path / "a.jsonl", [{"prompt": "good"}, line, {"prompt": "also good"}]))
+    assert [d.prompt[0]["content"] for d in documents] == ["good", "also good"]
+    assert [d.place.rsplit(":", 1)[1] for d in documents] == ["1", "3"]
+    assert skipped == Counter({"malformed rows": 1})
 
 
 def test_lone_surrogates_and_bad_bytes_do_not_stop_the_reader(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "\\ud800 q"}\n\n{"prompt": "caf\xe9"}\n{"text": "' + b"\\ud800 " * 200 + b'"}\n')
-    corpus = corpus_of(path, words=10)
-    assert len(corpus.train) + corpus.skipped["malformed rows"] == 3
-    assert corpus.fingerprint
+    documents, skipped = read(path, words=10)
+    assert len(documents) + skipped["malformed rows"] == 3
+    assert documents
 
 
 def test_byte_order_mark(tmp_path):
     """Files written on Windows often begin with one."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "first"}\n{"prompt": "second"}\n')
-    assert len(corpus_of(path).train) == 2
+    assert len(read(path)[0]) == 2
 
 
 JSON = st.recursive(
@@ -431,9 +439,9 @@ def test_long_text_file_is_cut_into_documents(tmp_path):
     words = [f"word{i:05d}" for i in range(2000)]
     path = tmp_path / "book.txt"
     path.write_text(" ".join(words))
-    corpus = corpus_of(path, words=8)
-    assert len(corpus.train) >= 9
-    assert {word for d in corpus.train for word in d.text.split()} >= set(words[:1500])
+    documents, _ = read(path, words=8)
+    assert len(documents) >= 9
+    assert {word for d in documents for word in d.text.split()} >= set(words[:1500])
 
 
 def test_no_sources():
@@ -453,6 +461,12 @@ def test_all_held_out_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": next(f"q{i}" for i in range(99) if key_rank(f"q{i}") < 0.9)}])
     with pytest.raises(UserError, match="every document was held out"):
         corpus_of(path, held_out=0.9)
+
+
+def test_nothing_held_out_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"q{i}"} for i in range(9)])
+    with pytest.raises(UserError, match="no document was held out"):
+        corpus_of(path, held_out=0.0)
 
 
 def key_rank(prompt: str, seed: int = 0) -> float:
@@ -501,37 +515,42 @@ def test_share_held_out_is_about_what_was_asked(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"q{i}"} for i in range(2000)])
     held = len(corpus_of(path, 0, 0.25).held_out)
     assert abs(held - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
-    assert corpus_of(path, 0, 0.0).held_out == []
 
 
 def test_duplicates_are_dropped_and_counted(tmp_path):
     """The same first question, spaced differently or answered differently, is one prompt."""
-    rows = [{"prompt": "a  b"}, {"prompt": "a b", "response": "x"}, {"prompt": " a\nb "}, {"prompt": "c"}]
-    corpus = corpus_of(jsonl(tmp_path / "a.jsonl", rows))
-    assert [d.place.rsplit(":", 1)[1] for d in corpus.train] == ["1", "4"]
+    others = [{"prompt": f"q{i}"} for i in range(30)]
+    rows = [{"prompt": "a  b"}, {"prompt": "a b", "response": "x"}, {"prompt": " a\nb "}, *others]
+    corpus = corpus_of(jsonl(tmp_path / "a.jsonl", rows), held_out=0.5)
+    places = {int(d.place.rsplit(":", 1)[1]) for d in [*corpus.train, *corpus.held_out]}
+    assert places == {1, *range(4, 34)}
     assert corpus.skipped == Counter(duplicates=2)
-    again = read_corpus(CorpusConfig([Source(path=str(tmp_path / "a.jsonl"))] * 2, held_out=0.0), 0)
-    assert [d.key for d in again.train] == [d.key for d in corpus.train]
+    again = read_corpus(CorpusConfig([Source(path=str(tmp_path / "a.jsonl"))] * 2, held_out=0.5), 0)
+    assert (again.train, again.held_out) == (corpus.train, corpus.held_out)
+
+
+def asked(documents: list[Document]) -> list[str]:
+    """First turns."""
+    return [d.messages[0]["content"] for d in documents]
 
 
 @settings(max_examples=20, deadline=None)
 @given(order=st.permutations(range(40)), limit=st.integers(1, 45), seed=st.integers(0, 3))
 def test_limit_is_seeded_and_stable(tmp_path_factory, order, limit, seed):
-    """The same documents whatever their order in the file; a larger limit only adds."""
+    """The same documents whatever their order in the file, in the file's order; a larger limit only adds."""
     folder = tmp_path_factory.mktemp("limit")
     rows = [{"prompt": f"question {i}"} for i in range(40)]
     plain, mixed = jsonl(folder / "a.jsonl", rows), jsonl(folder / "b.jsonl", [rows[i] for i in order])
-    chosen = sides(corpus_of(plain, seed, limit=limit))[0]
+    chosen = asked(read(plain, seed, limit=limit)[0])
     assert len(chosen) == min(limit, 40)
-    assert sides(corpus_of(mixed, seed, limit=limit))[0] == chosen
-    assert chosen <= sides(corpus_of(plain, seed, limit=limit + 1))[0]
-    kept = corpus_of(mixed, seed, limit=limit).train
-    assert [d.messages[0]["content"] for d in kept] == [rows[i]["prompt"] for i in order if rows[i]["prompt"] in chosen]
+    kept = asked(read(mixed, seed, limit=limit)[0])
+    assert kept == [rows[i]["prompt"] for i in order if rows[i]["prompt"] in chosen]
+    assert set(kept) == set(chosen) <= set(asked(read(plain, seed, limit=limit + 1)[0]))
 
 
 def test_limit_depends_on_the_seed(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"q{i}"} for i in range(40)])
-    assert sides(corpus_of(path, 0, limit=10)) != sides(corpus_of(path, 1, limit=10))
+    assert asked(read(path, 0, limit=10)[0]) != asked(read(path, 1, limit=10)[0])
 
 
 def test_limit_is_not_biased_towards_one_side(tmp_path):
@@ -551,7 +570,7 @@ def test_fingerprint_changes_with_what_matters(tmp_path):
         corpus_of(jsonl(tmp_path / "d.jsonl", [*rows[:-1], {"prompt": "other"}]), held_out=0.5),
         corpus_of(jsonl(tmp_path / "e.jsonl", rows[::-1]), held_out=0.5),
         corpus_of(tmp_path / "a.jsonl", held_out=0.5, samples=2),
-        corpus_of(tmp_path / "a.jsonl", held_out=0.0),
+        corpus_of(tmp_path / "a.jsonl", held_out=0.2),
     ]
     prints = [base.fingerprint, *(other.fingerprint for other in others)]
     assert len(set(prints)) == len(prints)

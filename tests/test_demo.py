@@ -65,7 +65,7 @@ def test_tampered_file_is_fetched_again(registry, tmp_path):
 
 def test_tampered_registry_is_refused(registry, tmp_path):
     registry["blob"] = GOOD + b"x"
-    with pytest.raises(UserError, match="SHA-256 is not the expected .* nothing was kept"):
+    with pytest.raises(UserError, match=r"SHA-256 is not the expected .* nothing was kept"):
         fetch(TOY)
     assert list((tmp_path / "packages").iterdir()) == []
 
@@ -97,7 +97,9 @@ def test_rows_of_a_set(registry, monkeypatch):
 
 def test_line_separators_inside_a_row(registry, monkeypatch):
     """U+2028 and U+0085 may stand unescaped in JSON strings: they end no row."""
-    registry["blob"] = blob = wheel({"toy/rows.jsonl": '{"prompt": "one", "note": "a\u2028b\u0085c"}\n{"prompt": "two"}\n'})
+    registry["blob"] = blob = wheel(
+        {"toy/rows.jsonl": '{"prompt": "one", "note": "a\u2028b\u0085c"}\n{"prompt": "two"}\n'}
+    )
     package = Package("toy-set", "1.0", hashlib.sha256(blob).hexdigest())
     monkeypatch.setitem(demo.SETS, "toy", DemoSet(package, "toy/rows.jsonl", "MIT", lambda row: row["prompt"]))
     assert [row["prompt"] for _, row in demo_rows("toy")] == ["one", "two"]

@@ -17,7 +17,7 @@ from conftest import CHATML, TAPS, make_model, make_tokenizer, tiny_run
 from headwright.configs import UserError, dump
 from headwright.configs.load import load_run
 from headwright.data.corpus import encode_chat, read_corpus
-from headwright.data.harvest import harvest, harvest_side, main, store_path
+from headwright.data.harvest import harvest, harvest_side, main, open_side, store_path
 from headwright.data.regenerate import read_documents
 from headwright.data.store import FeatureReader, read_manifest
 from headwright.data.target import Target
@@ -34,10 +34,8 @@ def assert_same_store(one: Path, two: Path) -> None:
     for mine, theirs in zip(a, b, strict=True):
         assert all(torch.equal(getattr(mine, name), getattr(theirs, name)) for name in FIELDS)
     timeless = [
-        {"bytes": m.bytes, **{k: v for k, v in vars(m).items() if k not in ("seconds", "shards", "bytes")}}
-        for m in (a.manifest, b.manifest)
+        {k: v for k, v in vars(m).items() if k not in ("seconds", "shards", "bytes")} for m in (a.manifest, b.manifest)
     ]
-    timeless = [{k: v for k, v in m.items() if k != "bytes"} for m in timeless]
     assert timeless[0] == timeless[1]
 
 
@@ -49,7 +47,7 @@ def same_shards(one: Path, two: Path) -> None:
             blob = (folder / name).read_bytes()
             end = 8 + int.from_bytes(blob[:8], "little")
             head = json.loads(blob[8:end])
-            head["__metadata__"].pop("seconds")
+            head["__metadata__"] = json.loads(head["__metadata__"]["headwright"]) | {"seconds": None}
             heads.append(head)
             bodies.append(blob[end:])
         assert heads[0] == heads[1]
@@ -103,11 +101,13 @@ def test_states_are_the_targets(done):
         fresh = read_documents(target, [(document.ids_T.tolist(), document.mask_T.tolist())])[0]
         for name in ("taps_TKD", "last_RD", "logz_R"):
             mine, reference = getattr(document, name), getattr(fresh, name)
-            torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
+            scale = float(reference.abs().max()) if reference.numel() else 0.0
+            torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4 * scale)
 
 
-def test_resolved_config_lies_beside_the_store(done):
-    assert load_run(done.directory / "config.yaml") == done
+def test_resolved_config_lies_beside_the_store(run):
+    harvest(run)
+    assert load_run(run.directory / "config.yaml") == run
 
 
 def test_second_harvest_does_nothing(done, run):
@@ -151,15 +151,26 @@ def test_dry_run_makes_nothing(run, tmp_path):
         ("seed=1", "corpus|seed"),
     ],
 )
-def test_changed_run_is_refused(done, override, key):
+def test_changed_run_is_refused(done, tmp_path, override, key):
     before = times(done)
-    config = (done.directory / "config.yaml").read_text()
-    changed = load_run(done.directory / "config.yaml", [override])
     with pytest.raises(UserError, match=rf"features of another run: ({key}) was"):
-        harvest(changed)
+        harvest(changed(done, tmp_path, override))
     assert times(done) == before
-    # the config that lies beside the features is still the one they were made with
-    assert (done.directory / "config.yaml").read_text() == config
+
+
+def test_refused_run_does_not_replace_the_config(run, tmp_path):
+    """The config that lies beside the features is the one that they were made with."""
+    harvest(run)
+    with pytest.raises(UserError, match="features of another run"):
+        harvest(changed(run, tmp_path, "answers.max_new_tokens=13"))
+    assert load_run(run.directory / "config.yaml") == run
+
+
+def changed(run, folder: Path, override: str):
+    """The run with one key changed."""
+    path = folder / "changed.yaml"
+    path.write_text(dump(run))
+    return load_run(path, [override])
 
 
 @pytest.mark.parametrize("change", ["weights", "template"])
@@ -167,10 +178,9 @@ def test_changed_target_is_refused(done, tmp_path, change):
     make_model(seed=int(change == "weights")).save_pretrained(tmp_path)
     template = CHATML + " " if change == "template" else CHATML
     make_tokenizer(template).save_pretrained(tmp_path)
-    changed = load_run(done.directory / "config.yaml", [f"target.model={tmp_path}"])
     key = "target" if change == "weights" else "template"
     with pytest.raises(UserError, match=f"features of another run: {key} was"):
-        harvest(changed)
+        harvest(changed(done, tmp_path, f"target.model={tmp_path}"))
 
 
 def test_unrelated_keys_do_not_matter(model_dir, chats, tmp_path):
@@ -200,10 +210,10 @@ def test_documents_that_do_not_fit_are_counted(model_dir, chats, tmp_path, capsy
     rows[3]["messages"][0]["content"] = "long " * 100
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    run = tiny_run(model_dir, path, tmp_path, corpus={"sources": [{"path": str(path)}], "held_out": 0.0})
+    run = tiny_run(model_dir, path, tmp_path, corpus={"sources": [{"path": str(path)}], "held_out": 0.25})
     harvest(run)
     assert "skipped 1 documents: prompt and answer are longer than 512" in " ".join(capsys.readouterr().out.split())
-    assert len(FeatureReader(store_path(run, "train"))) == 39
+    assert sum(len(FeatureReader(store_path(run, side))) for side in SIDES) == 39
 
 
 def test_nothing_fits(model_dir, chats, tmp_path):
@@ -219,7 +229,7 @@ def test_documents_that_the_template_or_tokenizer_refuses_are_skipped(model_dir,
     make_model().save_pretrained(folder)
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
     make_tokenizer(refusing).save_pretrained(folder)
-    rows = [{"prompt": f"count to {i}", "response": "one two"} for i in range(4)]
+    rows = [{"prompt": f"count to {i}", "response": "one two"} for i in range(20)]
     rows.append({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]})
     rows[-1]["messages"].append({"role": "assistant", "content": "a"})
     rows.append({"prompt": "half \ud83d", "response": "x"})
@@ -230,10 +240,10 @@ def test_documents_that_the_template_or_tokenizer_refuses_are_skipped(model_dir,
         path,
         tmp_path,
         answers={"by": by, "max_new_tokens": 4},
-        corpus={"sources": [{"path": str(path)}], "held_out": 0.0, "max_length": 256},
+        corpus={"sources": [{"path": str(path)}], "held_out": 0.25, "max_length": 256},
     )
     harvest(run)
-    assert len(FeatureReader(store_path(run, "train"))) == 4
+    assert sum(len(FeatureReader(store_path(run, side))) for side in SIDES) == 20
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [2, 0, 1]])
@@ -243,7 +253,7 @@ def test_processes_share_the_work_however_they_are_timed(done, run, order):
     target = Target.load(run.target, run.harvest.taps)
     for rank in order:
         state = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=len(order))
-        harvest_side(run, target, "train", corpus.train, state)
+        harvest_side(run, target, open_side(run, target, "train", corpus.train), state)
     assert_same_store(store_path(done, "train"), store_path(run, "train"))
 
 
@@ -261,12 +271,12 @@ def test_main_process_does_not_sweep_what_others_are_writing(run):
         original(tensors, path, metadata)
         if not entered:  # while this process writes its first shard, the main process arrives
             entered.append(path)
-            harvest_side(run, target, "train", corpus.train, main_state)
+            harvest_side(run, target, open_side(run, target, "train", corpus.train), main_state)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "save_file", slow_save)
         other = SimpleNamespace(is_main_process=False, process_index=1, num_processes=2)
-        harvest_side(run, target, "train", corpus.train, other)
+        harvest_side(run, target, open_side(run, target, "train", corpus.train), other)
     assert entered
 
 

@@ -147,6 +147,20 @@ def test_ended_rows_leave_the_batch(monkeypatch):
     assert widths == [4] + [sum(length > place for length in lengths) for place in range(max(lengths))]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_to_one_prompt_are_each_alone(family):
+    """Several answers to one prompt among others: the same texts and states as one at a time."""
+    target, (one, two) = TARGETS[family], prompts([11, 4], seed=8)
+    asked = [Question(one, SAMPLED, 1), Question(two, Policy()), Question(one, Policy()), Question(one, SAMPLED, 2)]
+    asked.append(Question(two, SAMPLED, 1))
+    for question, document in zip(asked, answer(target, asked, 10), strict=True):
+        alone = answer(target, [question], 10)[0]
+        assert document.ids_T.tolist() == alone.ids_T.tolist()
+        assert document.mask_T.tolist() == alone.mask_T.tolist()
+        for name in ("taps_TKD", "last_RD", "logz_R"):
+            close(getattr(document, name), getattr(alone, name))
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_max_new_tokens(count):
     for document in answer(TARGETS["llama"], greedy(prompts([3, 8])), count):
@@ -178,7 +192,9 @@ def test_answers_read_again_are_the_same_documents(family):
 
 
 @settings(max_examples=10, deadline=None)
-@given(masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=4), seed=st.integers(0, 99))
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=4), seed=st.integers(0, 99)
+)
 def test_reading_any_masks(masks, seed):
     """Several turns, no turn, a turn at the very beginning or end."""
     target = TARGETS["mistral"]

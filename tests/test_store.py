@@ -3,6 +3,7 @@
 import errno
 import json
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def manifest(units: int, dtype: str = "float32", **identity) -> Manifest:
     return Manifest({"target": "abc", "taps": [1, 2], **identity}, {"name": "tiny"}, [1, 2], dtype, units)
 
 
-def fill(root: Path, documents: list[DocumentFeatures], per_unit: int = 3, dtype: str = "float32", only=None) -> FeatureWriter:
+def fill(
+    root: Path, documents: list[DocumentFeatures], per_unit: int = 3, dtype: str = "float32", only=None
+) -> FeatureWriter:
     """Write the units that are missing (or `only` those)."""
     units = [range(start, min(start + per_unit, len(documents))) for start in range(0, len(documents), per_unit)]
     writer = FeatureWriter(root, manifest(len(units), dtype))
@@ -320,7 +323,7 @@ def test_every_document_once_per_epoch_within_the_budget(reader, tokens, epoch):
     lengths = reader.lengths()
     assert all(batches)
     assert all(len(batch) == 1 or sum(lengths[d] for d in batch) <= tokens for batch in batches)
-    joined = [sum(lengths[d] for d in a) + lengths[b[0]] for a, b in zip(batches, batches[1:])]
+    joined = [sum(lengths[d] for d in a) + lengths[b[0]] for a, b in pairwise(batches)]
     assert all(total > tokens for total in joined)  # no batch is closed early
 
 
@@ -328,9 +331,7 @@ def test_every_document_once_per_epoch_within_the_budget(reader, tokens, epoch):
 def test_a_step_is_the_same_documents_however_it_is_shared(reader, product):
     straight = FeatureStream(reader, 40, accumulate=product)
     count = straight.steps_per_epoch()
-    wanted = [
-        contents(real(straight, batches, step)) for step, batches in enumerate(straight.steps(0, count))
-    ]
+    wanted = [contents(real(straight, batches, step)) for step, batches in enumerate(straight.steps(0, count))]
     assert sorted(document for step in wanted for document in step) == list(range(31))
     for world in (1, 2, 3):
         if product % world:

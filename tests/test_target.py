@@ -260,7 +260,7 @@ def test_bad_taps(taps):
 def test_auto_taps():
     assert choose_taps("auto", 32, "x") == (2, 16, 29)
     assert choose_taps("auto", 7, "x") == (2, 3, 4)
-    with pytest.raises(UserError, match="has 6 layers: harvest.taps auto needs 7"):
+    with pytest.raises(UserError, match=r"has 6 layers: harvest\.taps auto needs 7"):
         choose_taps("auto", 6, "x")
 
 

@@ -448,7 +448,7 @@ def test_gradient_norm_is_clipped(tiny, straight):
 
 # Launched with several processes
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 @pytest.mark.slow
@@ -458,7 +458,7 @@ def test_two_processes_equal_one_that_accumulates(make_run):
     train(one)
     script = str(Path(__file__).resolve().parents[1] / "train" / "eagle3.py")
     process = start(write_config(two), launch=(*TORCHRUN, script), ACCELERATE_USE_CPU="true")
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     left, right = curve(one), curve(two)
     assert len(left) == len(right)
@@ -476,7 +476,7 @@ def test_processes_that_would_not_share_gradients_are_refused(make_run):
     """Two launched processes that Accelerate does not join must not train two heads."""
     run = make_run()
     process = start(write_config(run), launch=(*TORCHRUN, str(Path(__file__).resolve().parents[1] / "train/eagle3.py")))
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=150)
     joined = process.returncode == 0
     assert joined or "no gradients would be shared" in output, output
 

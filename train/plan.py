@@ -70,7 +70,7 @@ def estimate(run: RunConfig, corpus: Corpus, text: Any) -> Estimate:
 def prompt_characters(document: Any) -> int:
     """Length of what comes before the answer."""
     if document.text:
-        return sum(len(word) + 1 for word in document.text.split(" ")[: document.words])
+        return len(document.opening())
     return sum(len(turn["content"]) for turn in document.prompt)
 
 
