@@ -275,11 +275,11 @@ WORDS = 12
 
 @pytest.fixture(scope="module")
 def toy():
-    """A two-layer target over twelve tokens; its end tokens lie outside, so that no text ends early."""
+    """A one-layer target over twelve tokens; its end tokens lie outside, so that no text ends early."""
     model = make_model(
-        vocab=WORDS, num_hidden_layers=2, eos_token_id=None, pad_token_id=None, initializer_range=0.35, seed=3
+        vocab=WORDS, num_hidden_layers=1, eos_token_id=None, pad_token_id=None, initializer_range=0.35, seed=3
     )
-    target = Target(model, make_tokenizer(), "toy", (0, 1, 2))
+    target = Target(model, make_tokenizer(), "toy", (0, 1))
     assert all(token >= WORDS for token in target.spec.eos_token_ids)
     return target
 
