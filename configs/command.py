@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import importlib
 import os
 import sys
 import textwrap
@@ -39,8 +40,17 @@ def run_stage(prog: str, about: str, sections: tuple[str, ...], stage: Stage, ar
 def explain(sections: tuple[str, ...]) -> str:
     """Every key of `sections`, its default and what it means."""
     fields = typing.get_type_hints(RunConfig, include_extras=True)
-    blocks = [explain_class(name, strip_annotation(fields[name])) for name in sections]
+    blocks = []
+    for name in sections:
+        kinds = head_configs() if name == "head" else [strip_annotation(fields[name])]
+        blocks += [explain_class(name, kind) for kind in kinds]
     return "\n\n".join(blocks)
+
+
+def head_configs() -> list[Any]:
+    """The Config of every kind of head, found as `load_run` finds them."""
+    heads = importlib.import_module("headwright.heads")
+    return [heads.get_head(kind).Config for kind in heads.kinds()]
 
 
 def explain_class(prefix: str, kind: Any) -> str:
@@ -52,6 +62,12 @@ def explain_class(prefix: str, kind: Any) -> str:
         head = f"  {prefix}.{item.name} = {show_default(item)}"
         lines.append(head)
         lines += textwrap.wrap("; ".join(words), 96, initial_indent="      ", subsequent_indent="      ")
+        inner = strip_annotation(hints[item.name])
+        listed = typing.get_origin(inner) is list
+        inner = typing.get_args(inner)[0] if listed else inner
+        if dataclasses.is_dataclass(inner):
+            nested = explain_class(f"{prefix}.{item.name}" + ("[i]" if listed else ""), inner)
+            lines += textwrap.indent(nested, "  ").splitlines()
     return "\n".join(lines)
 
 

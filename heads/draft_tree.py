@@ -55,7 +55,8 @@ class TreeShape:
 class Tree:
     """Drafted tokens. logprobs_BN is the head's log-probability of the path to a node.
 
-    proposal_BNV, for sampled chains: the distribution that node n was drawn from; None for deterministic children.
+    proposal_BNV, for sampled chains: the distribution over target ids that node n was drawn from; None for deterministic
+    children.
     """
 
     tokens_BN: Tensor
@@ -89,6 +90,7 @@ def grow(
     ids_W: Tensor,
     policy: Policy,
     uniform: Callable[[], Tensor],
+    vocabulary: int | None = None,
 ) -> Tree:
     """Grow a tree below the root from the head's first logits and its `step`.
 
@@ -96,9 +98,10 @@ def grow(
         ids_W: target id of each draft id.
         policy: of the target; a chain at temperature > 0 is sampled from the head under it.
         uniform: draws a number in [0, 1) for each row [B].
+        vocabulary: size of the target's; default: up to the highest of `ids_W`.
     """
     if shape.kind == "chain":
-        return grow_chain(shape, root_B, logits_BW, step, ids_W, policy, uniform)
+        return grow_chain(shape, root_B, logits_BW, step, ids_W, policy, uniform, vocabulary)
     return grow_dynamic(shape, root_B, logits_BW, step, ids_W)
 
 
@@ -110,6 +113,7 @@ def grow_chain(
     ids_W: Tensor,
     policy: Policy,
     uniform: Callable[[], Tensor],
+    vocabulary: int | None = None,
 ) -> Tree:
     """One guess per level: the most likely token, or a draw that the verifier can weigh (its distribution is kept)."""
     tokens, logprobs, proposals = [root_B], [torch.zeros_like(logits_BW[:, 0])], []
@@ -126,7 +130,9 @@ def grow_chain(
     line = torch.arange(shape.depth + 1, device=root_B.device).expand(len(root_B), -1)
     tree = Tree(torch.stack(tokens, 1), line - 1, line, torch.stack(logprobs, 1))
     if not policy.greedy:
-        tree.proposal_BNV = torch.stack([torch.zeros_like(proposals[0]), *proposals], 1)
+        width = vocabulary or int(ids_W[-1]) + 1
+        wide = [q_BW.new_zeros(len(q_BW), width).scatter_(1, ids_W.expand_as(q_BW), q_BW) for q_BW in proposals]
+        tree.proposal_BNV = torch.stack([torch.zeros_like(wide[0]), *wide], 1)
     return tree
 
 

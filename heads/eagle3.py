@@ -38,7 +38,7 @@ class Config:
         int, "length of the training-time test: how many of its own outputs the head learns to read", Ge(1)
     ] = 3
     step_weight: Annotated[float, "weight of step i is step_weight**i", Gt(0), Le(1)] = 0.8
-    loss: Annotated[str, "kl, tv or lk"] = "kl"
+    loss: Annotated[Literal["kl", "tv", "lk"], "kl; tv (1 - acceptance); lk: kl early, tv late"] = "kl"
     fc_norm: Annotated[bool, "RMSNorm on each tap before they are fused; taps differ widely in scale"] = True
     out_of_vocab: Annotated[
         Literal["drop", "renormalise"],
@@ -105,7 +105,7 @@ class Head(DraftHead):
         choices are the same.
         """
         outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, self.config.steps)
-        probs_RW, sayable_R = self.target_probs(batch, target)
+        probs_RW, mass_R, sayable_R = self.target_probs(batch, target)
         total = outputs[0].sum() * 0.0
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for i, feature_PH in enumerate(outputs):
@@ -115,16 +115,21 @@ class Head(DraftHead):
             probs_PW, logq_PW = probs_RW[place], self.logits(feature_PH[rows_P]).float().log_softmax(-1)
             loss_P = self.measure(probs_PW, logq_PW)
             total = total + self.config.step_weight**i * loss_P.sum()
-            metrics |= self.step_metrics(i, loss_P, probs_PW, logq_PW, batch.argmax_R[place], live.bears_PI[:, i].sum())
+            said_PW = probs_PW * mass_R[place, None]
+            metrics |= self.step_metrics(i, loss_P, said_PW, logq_PW, batch.argmax_R[place], live.bears_PI[:, i].sum())
         return HeadLoss(total, metrics)
 
     @torch.no_grad()
-    def target_probs(self, batch: FeatureBatch, target: Target) -> tuple[Tensor, Tensor]:
-        """The target's distributions over the draft vocabulary [R, W], once for all steps, and which of them bear loss."""
-        probs_RW = target.logits(batch.last_RD, self.ids_W).float().softmax(-1)
+    def target_probs(self, batch: FeatureBatch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+        """Once for all steps: the target's distributions over the draft vocabulary [R, W], renormalised to it; the share of the
+        target's mass that lies there [R]; and which positions bear loss [R].
+        """
+        logits_RW = target.logits(batch.last_RD, self.ids_W).float()
+        mass_R = (logits_RW.logsumexp(-1) - batch.logz_R).exp().clamp_max(1)
+        sayable_R = self.index_V[batch.argmax_R] >= 0
         if self.config.out_of_vocab == "renormalise":
-            return probs_RW, torch.ones_like(batch.argmax_R, dtype=torch.bool)
-        return probs_RW, self.index_V[batch.argmax_R] >= 0
+            sayable_R = torch.ones_like(sayable_R)
+        return logits_RW.softmax(-1), mass_R, sayable_R
 
     @torch.no_grad()
     def step_metrics(
@@ -168,7 +173,16 @@ class Head(DraftHead):
         state.advance(feature_BMH.shape[1])
         drafting = Drafting(self, state, context.target, hidden_BMH[:, -1:])
         logits_BW = self.logits(hidden_BMH[:, -1])
-        tree = grow(shape, context.root_B, logits_BW, drafting.step, self.ids_W, context.policy, context.uniform)
+        tree = grow(
+            shape,
+            context.root_B,
+            logits_BW,
+            drafting.step,
+            self.ids_W,
+            context.policy,
+            context.uniform,
+            self.spec.vocab_size,
+        )
         drafting.forget()
         return tree
 

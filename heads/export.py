@@ -229,12 +229,17 @@ def provenance(run: RunConfig, head: DraftHead, proof: Proof) -> dict[str, Any]:
     }
 
 
+def sampling(result: dict[str, Any]) -> str:
+    """How a measured entry was decoded."""
+    return f"T = {result['temperature']:g}" if result["temperature"] else "greedy"
+
+
 def serve_notes(run: RunConfig, head: DraftHead, folder: Path) -> str:
     """SERVE.md: the exact launch lines and what to expect."""
     target = run.export.name_or_path or run.target.model
     result = measured(run)
     expect = (
-        f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, greedy, "
+        f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, {sampling(result)}, "
         f"{result['answers']['data']})."
         if result and result["shape"]["kind"] == "chain"
         else "Not measured yet: run `headwright eval`, then export again."

@@ -73,7 +73,7 @@ def attend_rollout(
     groups = keys_TGE.shape[1]
     query_PGFE = query_PQE.reshape(rows, groups, heads // groups, width) * width**-0.5
     query_G = query_PGFE.transpose(0, 1).reshape(groups, -1, width)
-    context_GPFT = (query_G @ keys_TGE.permute(1, 2, 0)).view(groups, rows, heads // groups, -1)
+    context_GPFT = (query_G @ keys_TGE.permute(1, 2, 0)).view(groups, rows, heads // groups, keys_TGE.shape[0])
     context_GPFT = context_GPFT.masked_fill(~mask_PT[None, :, None], -torch.inf)
     own_GPFI = [torch.einsum("pgfe,pge->gpf", query_PGFE, keys)[..., None] for keys, _ in own]
     weights = torch.cat([context_GPFT, *own_GPFI], -1).softmax(-1)

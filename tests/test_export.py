@@ -338,6 +338,8 @@ def test_faulty_configs_are_found_by_drafting(tmp_path, fault):
     with torch.no_grad():
         for norm in head.fc_norm:
             norm.weight.add_(torch.linspace(-2, 2, 32))
+        for projection in (head.midlayer.self_attn.q_proj, head.midlayer.self_attn.k_proj):
+            projection.weight.mul_(8)  # sharp attention, so that positions matter
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -69,12 +69,10 @@ def formula(name, p, q):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 1], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name, shape, dtype):
     """The blend of LK is detached: its gradient is that of a fixed mixture."""
-    if shape[1] == 1:
-        pytest.skip("one token: p = q = 1, and min has two equal arguments")
     p, logits = case(shape, seed=1, dtype=dtype)
     found = gradient(choose_loss(name), p, logits)
     wanted = formula(name, p.double(), logits.double().softmax(-1))

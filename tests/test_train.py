@@ -47,6 +47,16 @@ def harvested(model_dir, chats, tmp_path_factory) -> Path:
     return runs
 
 
+@pytest.fixture(autouse=True)
+def same_config(request):
+    """The shared run's config.yaml, as it was before a test that was refused."""
+    straight = request.getfixturevalue("straight") if "straight" in request.fixturenames else None
+    before = (straight.directory / "config.yaml").read_text(encoding="utf-8") if straight else ""
+    yield
+    if straight:
+        (straight.directory / "config.yaml").write_text(before, encoding="utf-8")
+
+
 @pytest.fixture
 def make_run(model_dir, chats, harvested, tmp_path):
     """Fresh runs over the same features, each in a directory of its own."""
@@ -321,12 +331,22 @@ def test_another_run_is_refused_and_says_what_changed(make_run, straight, sectio
         setattr(run, section, value)
     else:
         setattr(run, section, replace(getattr(run, section), **{key: value}))
-    before = last_checkpoint(straight).stat().st_mtime
+    before = last_checkpoint(straight).stat().st_mtime_ns
     with pytest.raises(UserError, match="what changed") as caught:
         train(run)
     for part in (section, *shown):
         assert part in str(caught.value)
-    assert last_checkpoint(straight).stat().st_mtime == before
+    assert last_checkpoint(straight).stat().st_mtime_ns == before
+
+
+def test_a_refused_run_leaves_the_config_of_the_one_that_is_there(make_run, straight):
+    """config.yaml says how the checkpoint, the metrics and the head beside it were made."""
+    run = make_run(straight.directory.parent, lr=7e-4)
+    before = (straight.directory / "config.yaml").read_text(encoding="utf-8")
+    assert "lr: 0.003" in before
+    with pytest.raises(UserError, match="what changed"):
+        train(run)
+    assert (straight.directory / "config.yaml").read_text(encoding="utf-8") == before
 
 
 def test_logging_and_saving_more_often_is_no_other_run(make_run, straight):
@@ -508,12 +528,10 @@ def test_matrices_decay_and_vectors_do_not(tiny):
 
 
 def test_nothing_in_a_run_directory_is_pickled(straight):
-    """Every file is text or safetensors; pickles and torch's zip archives begin otherwise."""
+    """Every file is text, or is read by safetensors."""
     files = [path for path in straight.directory.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jsonl", ".yaml"}
     for path in files:
-        start = path.read_bytes()[:16]
-        assert not start.startswith((b"\x80", b"PK")), path
         if path.suffix == ".safetensors":
             assert load_file(path)
         else:
@@ -577,7 +595,7 @@ def test_wandb_that_breaks_later_stops_no_training(monkeypatch, make_run, method
 
     monkeypatch.setattr(wandb, "init", lambda **_: Broken())
     run = make_run(epochs=0.3, track={"wandb": "online"})
-    tracker = Tracker(run, active=True, resumed=False)
+    tracker = Tracker(run, active=True, since=0)
     tracker.log({"step": 1, "loss_0": 2.0})
     tracker.close()
     assert read_metrics(run.directory / "metrics.jsonl") == [{"step": 1, "loss_0": 2.0}]

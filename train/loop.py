@@ -38,19 +38,22 @@ class Stop:
     def __init__(self) -> None:
         self.wanted = False
         self.before = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+
+    def __enter__(self) -> "Stop":
         for sig in self.before:
             signal.signal(sig, self.ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give back the handlers that were there before, however the loop ends."""
+        for sig, handler in self.before.items():
+            signal.signal(sig, handler)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
-
-    def restore(self) -> None:
-        """The handlers that were there before."""
-        for sig, handler in self.before.items():
-            signal.signal(sig, handler)
 
 
 def fit(
@@ -71,10 +74,9 @@ def fit(
     """
     eval_every = max(1, state.total // config.evals)
     save_every = max(1, state.total // config.saves)
-    meter, stop = Meter(), Stop()
-    started, tokens = time.perf_counter() - state.seconds, 0
-    window = time.perf_counter()
-    with progress_bar(quiet=not accelerator.is_main_process) as bar:
+    meter, started = Meter(), time.perf_counter() - state.seconds
+    tokens, window = 0, time.perf_counter()
+    with Stop() as stop, progress_bar(quiet=not accelerator.is_main_process) as bar:
         task = bar.add_task("train", total=state.total, completed=state.step, note="")
         for batches in stream.steps(state.step, state.total):
             rate = learning_rate(config, state.step, state.total)
@@ -95,18 +97,23 @@ def fit(
                 tracker.log(record)
                 bar.update(task, completed=state.step, note=f"loss {means.get('loss_0', 0):.3f}")
                 tokens, window = 0, time.perf_counter()
-            if state.step % eval_every == 0 or state.step == state.total:
+            if due(state, eval_every):
                 evaluate(accelerator, state, tracker, callbacks)
                 window = time.perf_counter()
-            if state.step % save_every == 0 or state.step == state.total or stop.wanted:
+            if due(state, save_every) or stop.wanted:
                 callbacks.save(state)
                 window = time.perf_counter()
             if stop.wanted:
                 break
-    stop.restore()
     if stop.wanted:
         say(f"stopped after step {state.step} of {state.total}; a checkpoint is written")
         raise KeyboardInterrupt
+
+
+def due(state: Progress, every: int) -> bool:
+    """Every so many steps and at the end; not shortly before the end."""
+    left = state.total - state.step
+    return left == 0 or (state.step % every == 0 and left > every // 2)
 
 
 def one_step(

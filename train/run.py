@@ -1,5 +1,6 @@
 """One training run, any kind of head: `accelerate launch train/<kind>.py --config …` or `headwright train`."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from headwright.train.loop import Callbacks, fit, unwrapped
 from headwright.train.optim import make_optimizer
 from headwright.train.track import Tracker, read_metrics
 
-SECTIONS = ("vocab", "train")
+SECTIONS = ("vocab", "head", "train")
 ABOUT = "Train a draft head on harvested features; keep the one with the best τ on held-out text."
 
 
@@ -35,11 +36,13 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     """Harvested features → the best head, with checkpoints to continue from."""
     if dry_run:
         return
+    if not torch.cuda.is_available():
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # deepspeed, if accelerate imports it, warns of a missing GPU otherwise
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
     torch.manual_seed(run.seed)
     features, held_out = FeatureReader(store_path(run, "train")), FeatureReader(store_path(run, "held-out"))
-    if accelerator.is_main_process:
-        save_config(run)
     target = Target.load(run.target, features.manifest.taps, accelerator.device)
     refuse_other_store(features, target)
     vocab, covered = choose_vocab(run, features, held_out, target)
@@ -54,6 +57,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
     check_parallel(accelerator, model)
     if accelerator.is_main_process:
+        save_config(run)  # only now: a run that the checkpoint refuses must not change what lies beside it
         show_start(run, head, features, state, covered)
 
     def measure() -> dict[str, float]:

@@ -9,6 +9,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
 from headwright.data.store import read_manifest
+from headwright.heads.export import sampling
 
 ABOUT = "One table over a finished run."
 
@@ -21,6 +22,22 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+def same_text(lossless: dict[str, Any] | None) -> str:
+    """Identity is a question for greedy text only."""
+    return "sampled" if lossless is None else f"{lossless['identical']} of {lossless['prompts']} prompts"
+
+
+def label(entry: dict[str, Any]) -> str:
+    """Drafter, shape and sampling of an entry."""
+    return f"{entry['drafter']} {entry['shape']['name']} ({sampling(entry)})"
+
+
+def tau(entry: dict[str, Any]) -> str:
+    """τ with its interval."""
+    low, high = entry["acceptance_length_ci95"]
+    return f"{entry['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def summarise(run: RunConfig, dry_run: bool = False) -> None:
     """Print the summary."""
     if dry_run:
@@ -28,28 +45,17 @@ def summarise(run: RunConfig, dry_run: bool = False) -> None:
     features = read_manifest(store_path(run, "train"))
     training, report = read(run.directory / "training.json"), read(run.directory / "report.json")
     first = report["entries"][0]
-    low, high = first["acceptance_length_ci95"]
+    spent = f"{features.response_tokens} response tokens, {size(features.bytes)}, {duration(features.seconds)}"
+    even = f"break-even τ {first['speedup_model']['break_even_tau_here']:.2f}"
     rows: list[tuple[str, str]] = [
         ("target", features.target["name"]),
-        (
-            "features",
-            f"{features.response_tokens} response tokens, {size(features.bytes)}, {duration(features.seconds)}",
-        ),
+        ("features", spent),
         ("training", f"{training['step']} steps, {duration(training['seconds'])}"),
         ("draft vocabulary", f"holds {training['coverage']:.1%} of held-out response tokens"),
-        (
-            "τ",
-            f"{first['acceptance_length']:.2f} [{low:.2f}, {high:.2f}] ({first['shape']['name']}, greedy, held-out prompts)",
-        ),
-    ]
-    rows += [(f"τ {e['drafter']} {e['shape']['name']}", f"{e['acceptance_length']:.2f}") for e in report["entries"][1:]]
-    rows += [
-        (
-            "speed here",
-            f"{first['speedup']:.2f}× plain decoding (break-even τ {first['speedup_model']['break_even_tau_here']:.2f})",
-        ),
-        ("speed on a GPU, modelled", f"{first['speedup_model']['modelled_gpu']:.2f}×, not measured"),
-        ("same text as plain decoding", f"{first['lossless']['identical']} of {first['lossless']['prompts']} prompts"),
+        *((f"τ {label(entry)}", tau(entry)) for entry in report["entries"]),
+        ("speed here", f"{first['speedup']:.2f}× plain decoding ({even})"),
+        ("speed on a GPU", f"{first['speedup_model']['modelled_gpu']:.2f}×, modelled, not measured"),
+        ("same text as plain decoding", same_text(first["lossless"])),
         ("report", str(run.directory / "report.html")),
         *((f"export {engine}", str(run.directory / "export" / engine)) for engine in run.export.engines),
     ]

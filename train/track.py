@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,22 @@ class Tracker:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
         if self.wandb is not None:
-            self.wandb.log(record, step=record["step"])
+            self.attempt(lambda: self.wandb.log(record, step=record["step"]))
+
+    def attempt(self, call: Callable[[], Any]) -> None:
+        """A tracker never stops a training: whatever W&B raises, say it once and go on without."""
+        try:
+            call()
+        except Exception as error:
+            say(f"W&B is off from here on: {type(error).__name__}: {error}")
+            self.wandb = None
 
     def close(self) -> None:
         """End the file and the W&B run."""
         if self.file is not None:
             self.file.close()
         if self.wandb is not None:
-            self.wandb.finish(quiet=True)
+            self.attempt(lambda: self.wandb.finish())
 
 
 def start_wandb(run: RunConfig) -> Any:
