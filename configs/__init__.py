@@ -5,8 +5,8 @@ a whole run. This package is the leftmost of the house: it imports no other part
 `headwright --help` answers at once.
 """
 
-from headwright.configs.errors import UserError
+from headwright.configs.errors import UserError, reason
 from headwright.configs.load import dump, load, load_run
 from headwright.configs.schema import RunConfig
 
-__all__ = ["RunConfig", "UserError", "dump", "load", "load_run"]
+__all__ = ["RunConfig", "UserError", "dump", "load", "load_run", "reason"]

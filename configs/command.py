@@ -40,7 +40,8 @@ def run_stage(prog: str, about: str, sections: tuple[str, ...], stage: Stage, ar
 def explain(sections: tuple[str, ...]) -> str:
     """Every key of `sections`, its default and what it means."""
     fields = typing.get_type_hints(RunConfig, include_extras=True)
-    blocks = []
+    words = {name: note for name in ("name", "runs", "seed") for note in fields[name].__metadata__}
+    blocks = ["of every stage:\n" + "\n".join(f"  {name}: {about}" for name, about in words.items())]
     for name in sections:
         kinds = head_configs() if name == "head" else [strip_annotation(fields[name])]
         blocks += [explain_class(name, kind) for kind in kinds]
@@ -88,6 +89,8 @@ def clean_exit() -> Iterator[None]:
         stop(f"error: {error}", 2)
     except KeyboardInterrupt:
         stop("\ninterrupted: finished work is kept; the same command continues where it stopped", 130)
+    except PermissionError as error:
+        stop(f"error: {error.filename}: {error.strerror}: choose another place with runs=…", 2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

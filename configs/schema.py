@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 
 Fraction = Annotated[float, Ge(0), Le(1)]
 
@@ -127,8 +127,8 @@ class EvalConfig:
 
     prompts: Annotated[int, "held-out prompts", Ge(1)] = 32
     max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 96
-    temperatures: Annotated[list[float], "0 is greedy"] = field(default_factory=lambda: [0.0])
-    shapes: Annotated[list[ShapeConfig], "draft shapes"] = field(default_factory=lambda: [ShapeConfig()])
+    temperatures: Annotated[list[float], "0 is greedy", MinLen(1)] = field(default_factory=lambda: [0.0])
+    shapes: Annotated[list[ShapeConfig], "draft shapes", MinLen(1)] = field(default_factory=lambda: [ShapeConfig()])
     prompt_lookup: Annotated[bool, "also measure a training-free n-gram drafter"] = True
     timed_prompts: Annotated[int, "prompts on which the plain baselines are timed", Ge(1)] = 8
     gpu_ceiling: Annotated[
@@ -141,9 +141,9 @@ class EvalConfig:
 class ExportConfig:
     """Engine directories."""
 
-    engines: Annotated[list[Literal["portable"]], "portable: one EAGLE-3 directory for vLLM and SGLang"] = field(
-        default_factory=lambda: ["portable"]
-    )
+    engines: Annotated[
+        list[str], "formats that the head knows; portable: one directory for vLLM and SGLang", MinLen(1)
+    ] = field(default_factory=lambda: ["portable"])
     dtype: Annotated[Literal["target", "float32", "bfloat16", "float16"], "of the written weights"] = "target"
     name_or_path: Annotated[str | None, "how the target is called in SERVE.md; default: target.model"] = None
     prompts: Annotated[int, "held-out prompts on which the written files must draft as the head does", Ge(1)] = 4

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import xxhash
 
-from headwright.configs import UserError
+from headwright.configs import UserError, reason
 from headwright.configs.console import say
 from headwright.configs.schema import CorpusConfig, Source
 from headwright.data.demo import demo_rows
@@ -66,14 +66,6 @@ class Corpus:
     train: list[Document]
     held_out: list[Document]
     skipped: Counter[str]
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with any document, its order or its split."""
-        state = xxhash.xxh64()
-        for document in [*self.train, *self.held_out]:
-            state.update(f"{document.key}:{document.samples}\n".encode())
-        return state.hexdigest()
 
 
 def read_corpus(config: CorpusConfig, seed: int) -> Corpus:
@@ -198,7 +190,7 @@ def hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
     try:
         rows = datasets.load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
     except Exception as error:  # datasets raises many kinds: no network, no such set, a gated one
-        raise UserError(f"corpus hub {source.hub}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"corpus hub {source.hub}: {reason(error)}") from None
     for number, row in enumerate(rows):
         yield f"{source.hub}[{number}]", row
 
@@ -288,6 +280,8 @@ def encode_chat(messages: list[dict[str, Any]], tokenizer: Any) -> Encoded:
     if not spans:
         raise ValueError("no assistant turn with content")
     whole = render(tokenizer, messages)
+    if not tokenizer.is_fast:
+        raise UserError("the target's tokenizer gives no token offsets (not a fast one): use answers.by: target")
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     mask = [any(start <= left and right <= end and right > left for start, end in spans) for left, right in offsets]

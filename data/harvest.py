@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from accelerate import PartialState
 
 from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, progress, say, size, table
+from headwright.configs.schema import Source
 from headwright.data.batch import DocumentFeatures
 from headwright.data.corpus import (
     Corpus,
@@ -26,11 +28,11 @@ from headwright.data.corpus import (
     encode_prompt,
     read_corpus,
 )
-from headwright.data.demo import check_demo
+from headwright.data.demo import SETS, check_demo, check_embedded
 from headwright.data.regenerate import Question, answer, read_documents
 from headwright.data.sampling import Policy
 from headwright.data.store import DTYPES, FeatureWriter, Manifest, read_manifest, replace_with, sweep
-from headwright.data.target import Target, locate
+from headwright.data.target import Target, choose_taps, locate
 
 SECTIONS = ("target", "corpus", "answers", "harvest")
 ABOUT = "Run the target over the corpus and store its hidden states."
@@ -61,10 +63,10 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         check_offline(run)
         return
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())
     corpus = read_corpus(run.corpus, run.seed)
     if state.is_main_process:
-        show_corpus(corpus)
+        show_corpus(corpus, run.corpus.sources)
     target = Target.load(run.target, run.harvest.taps, state.device)
     sides = [open_side(run, target, "train", corpus.train), open_side(run, target, "held-out", corpus.held_out)]
     save_config(run)  # only now: a run that the stores refuse must not change what lies beside them
@@ -83,7 +85,11 @@ def check_offline(run: RunConfig) -> None:
             check_path(Path(source.path).expanduser())
         if source.demo:
             check_demo(source.demo)
-    if not run.target.model.startswith("embedded:"):
+    if isinstance(run.harvest.taps, list):
+        choose_taps(run.harvest.taps, max([*run.harvest.taps, 0]), run.target.model)
+    if run.target.model.startswith("embedded:"):
+        check_embedded(run.target.model.removeprefix("embedded:"))
+    else:
         locate(run.target.model)
 
 
@@ -141,14 +147,19 @@ def make_jobs(run: RunConfig, target: Target, documents: Sequence[Document], hel
             skipped[reason] = skipped.get(reason, 0) + 1
     for reason, count in skipped.items():
         say(f"skipped {count} documents: {reason}")
-    if not jobs and not held_out:
-        raise UserError("harvest: no usable document; the reasons stand above")
+    if not jobs:
+        raise UserError(
+            f"harvest: no usable {'held-out' if held_out else 'training'} document; the reasons stand above"
+        )
     return sorted(jobs, key=lambda job: (len(job.ids), job.document.key, job.sample))
 
 
 def document_jobs(run: RunConfig, target: Target, document: Document, held_out: bool, limit: int) -> list[Job]:
-    """The jobs of one document. Raises ValueError where it cannot be used."""
-    if run.answers.by == "corpus":
+    """The jobs of one document. Raises ValueError where it cannot be used.
+
+    Held-out prompts are always answered by the target, greedily: τ is about its text, whoever wrote the training text.
+    """
+    if run.answers.by == "corpus" and not held_out:
         encoded = encode_document(document, target.tokenizer)
         ids, mask = encoded.ids[:limit], encoded.mask[:limit]
         if sum(mask) < 2:
@@ -170,8 +181,9 @@ def cut(jobs: Sequence[Job], count: int) -> list[list[Job]]:
 def run_unit(run: RunConfig, target: Target, jobs: Sequence[Job]) -> list[DocumentFeatures]:
     """The features of one unit."""
     store = DTYPES[run.harvest.dtype]
-    if run.answers.by == "corpus":
-        return read_documents(target, [(job.ids, job.mask or []) for job in jobs], store)
+    texts = [(job.ids, job.mask) for job in jobs if job.mask is not None]
+    if texts:
+        return read_documents(target, texts, store)
     questions = [Question(job.ids, policy_of(run, job), seed_of(run, job)) for job in jobs]
     return answer(target, questions, run.answers.max_new_tokens, store)
 
@@ -213,7 +225,7 @@ def save_config(run: RunConfig) -> None:
     replace_with(run.directory / "config.yaml", lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def show_corpus(corpus: Corpus) -> None:
+def show_corpus(corpus: Corpus, sources: Sequence[Source]) -> None:
     """Documents by source and side."""
     names = dict.fromkeys(d.source for d in [*corpus.train, *corpus.held_out])
     rows = []
@@ -221,6 +233,9 @@ def show_corpus(corpus: Corpus) -> None:
         train = [d for d in corpus.train if d.source == name]
         rows.append((name, len(train), sum(d.samples for d in train), sum(d.source == name for d in corpus.held_out)))
     table("corpus", ("source", "training documents", "answers", "held out"), rows)
+    demos = [f"{source.demo} ({SETS[source.demo].licence})" for source in sources if source.demo in SETS]
+    if demos:
+        say(f"licences of the demo sets: {', '.join(demos)}")
     if corpus.skipped:
         say(f"left out: {describe(corpus.skipped)}")
 

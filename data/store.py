@@ -114,7 +114,7 @@ class FeatureWriter:
 
 def describe_shard(path: Path) -> dict[str, Any]:
     """Counts and checksum of one shard."""
-    with safe_open(path, "pt") as shard:
+    with open_shard(path) as shard:
         mask = shard.get_tensor("mask")
         metadata = json.loads(shard.metadata()["headwright"])
         documents = shard.get_slice("offsets").get_shape()[0] - 1
@@ -137,7 +137,8 @@ def refuse_broken(tensors: dict[str, Tensor], notes: Sequence[dict[str, Any]], e
             row = int(finite.int().argmin())
             document = int(torch.searchsorted(ends[1:, column].contiguous(), row, right=True))
             raise UserError(
-                f"harvest: {notes[document]['place']}: the target's states are not finite in {name}, row {row}"
+                f"harvest: {notes[document]['place']}: {name} is not finite as {tensors[name].dtype}, row {row}; "
+                "if harvest.dtype is float16, use bfloat16"
             )
 
 

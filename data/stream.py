@@ -69,12 +69,12 @@ class FeatureStream:
         return mine
 
 
-def whole_batches(reader: FeatureReader, tokens_per_batch: int, limit: int | None = None) -> Iterator[list[int]]:
+def whole_batches(reader: FeatureReader, tokens_per_batch: int) -> Iterator[list[int]]:
     """Documents in stored order, grouped by token budget: for measuring, where nothing is shuffled."""
     group: list[int] = []
     filled = 0
     lengths = reader.lengths()
-    for document in range(min(len(reader), limit or len(reader))):
+    for document in range(len(reader)):
         if group and filled + lengths[document] > tokens_per_batch:
             yield group
             group, filled = [], 0

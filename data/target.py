@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from headwright.configs import UserError
+from headwright.configs import UserError, reason
 from headwright.configs.schema import TargetConfig
 from headwright.data.cache import KVCache
 from headwright.data.demo import embedded_target
@@ -34,7 +34,7 @@ transformers.utils.logging.disable_progress_bar()
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What a head and an export must know of the target."""
+    """What a head and an export must know of the target. `dtype` is the checkpoint's, whatever it was loaded in."""
 
     name: str
     revision: str | None
@@ -140,7 +140,15 @@ class Target:
     `embed` and `logits` are the two ends that a head shares.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, taps: Sequence[int] | str, revision: str | None = None):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        taps: Sequence[int] | str,
+        revision: str | None = None,
+        stored: torch.dtype | None = None,
+    ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.body = model.get_decoder()
@@ -148,7 +156,7 @@ class Target:
             raise UserError(f"target {name}: {type(model).__name__} has no list of decoder layers to read states from")
         self.text = model.config.get_text_config()
         self.taps = choose_taps(taps, len(self.body.layers), name)
-        self.spec = read_spec(model, tokenizer, name, revision)
+        self.spec = read_spec(model, tokenizer, name, revision, stored or model.dtype)
         self.own_attention = model.config._attn_implementation
         self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
         self.captured: dict[int, Tensor] = {}
@@ -167,13 +175,13 @@ class Target:
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer or where, **options)
+            stored = transformers.AutoConfig.from_pretrained(where, **options).get_text_config().dtype
             model, loaded = load_model(where, dtype, options)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"target.model {config.model}: cannot be loaded: {reason}") from None
+            raise UserError(f"target.model {config.model}: cannot be loaded: {reason(error)}") from None
         if loaded["missing_keys"]:  # transformers fills them with noise and only warns
             raise UserError(f"target.model {config.model}: weights are missing: {sorted(loaded['missing_keys'])[:3]}")
-        return cls(model.to(device), tokenizer, config.model, taps, config.revision)
+        return cls(model.to(device), tokenizer, config.model, taps, config.revision, stored)
 
     @property
     def device(self) -> torch.device:
@@ -198,6 +206,7 @@ class Target:
         """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping; of `ids_W` only, if
         given.
         """
+        last_XD = last_XD.to(self.lm_head.weight.dtype)
         logits_XV = self.lm_head(last_XD) if ids_W is None else F.linear(last_XD, *self.lm_head_rows(ids_W))
         logits_XV = logits_XV * getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
         cap = getattr(self.text, "final_logit_softcapping", None)
@@ -333,7 +342,7 @@ class Target:
                     do_sample=False,
                     max_new_tokens=max_new_tokens,
                     eos_token_id=list(self.spec.eos_token_ids),
-                    pad_token_id=self.spec.eos_token_ids[0],
+                    pad_token_id=next(iter(self.spec.eos_token_ids), 0),
                 ),
             )
         return out[0, ids_1T.shape[1] :].tolist()
@@ -389,7 +398,7 @@ def choose_taps(taps: Sequence[int] | str, layers: int, name: str) -> tuple[int,
     return tuple(taps)
 
 
-def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None) -> TargetSpec:
+def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None, stored: torch.dtype) -> TargetSpec:
     """The facts of a loaded model."""
     text = model.config.get_text_config()
     heads = text.num_attention_heads
@@ -408,7 +417,7 @@ def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None) -> Ta
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope=read_rope(text),
         max_positions=text.max_position_embeddings,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(stored).removeprefix("torch."),
         bos_token_id=text.bos_token_id,
         eos_token_ids=end_tokens(model, tokenizer),
         fingerprint=weight_fingerprint(model),

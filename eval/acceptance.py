@@ -18,10 +18,10 @@ import accelerate
 import torch
 import transformers
 
-from headwright.configs import RunConfig
+from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import progress, say, table
-from headwright.data.harvest import store_path
+from headwright.data.harvest import check_offline, store_path
 from headwright.data.regenerate import Question, answer
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, write_json
@@ -30,6 +30,7 @@ from headwright.eval.decode import Drafter, Generation, decode_plain, speculate
 from headwright.eval.drafters import PromptLookup
 from headwright.eval.metrics import (
     DEFINITIONS,
+    acceptance_length,
     acceptance_metrics,
     bootstrap,
     phase_milliseconds,
@@ -38,7 +39,7 @@ from headwright.eval.metrics import (
 )
 from headwright.eval.prompts import Prompt, held_out_prompts
 from headwright.eval.report import write_html
-from headwright.heads.base import load_head
+from headwright.heads.base import DraftHead, load_head
 from headwright.heads.draft_tree import TreeShape
 
 SECTIONS = ("eval",)
@@ -75,8 +76,13 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     """The whole evaluation of a run."""
     shapes = [TreeShape.of(shape) for shape in run.eval.shapes]
     policies = [Policy(temperature) for temperature in run.eval.temperatures]
+    check_offline(run)
     if dry_run:
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "the evaluation measures speed, so it runs as one process: python eval/acceptance.py, or headwright eval"
+        )
     reader = FeatureReader(store_path(run, "held-out"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(run.target, reader.manifest.taps, device)
@@ -107,6 +113,7 @@ def identity(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> dict[
         "head": checksum(run.directory / "head" / "model.safetensors"),
         "target": target.spec.fingerprint,
         "prompts": [prompt.place for prompt in prompts],
+        "stack": stack(target),
         "eval": {key: value for key, value in asdict(run.eval).items() if key != "shapes"},
         "seed": run.seed,
     }
@@ -200,7 +207,7 @@ def measure(
         "chars_per_second": characters / sum(r.seconds for r in runs),
         **speed(runs, baseline, run.seed),
         "phases_ms": phase_milliseconds(runs),
-        "speedup_model": speed_model(run, runs, shape, baseline),
+        "speedup_model": speed_model(run, runs, shape, baseline, isinstance(drafter, DraftHead)),
         "lossless": losslessness(target, prompts, texts, baseline) if policy.greedy else None,
         "samples": [sample(target, r, p) for r, p in list(zip(runs, prompts))[:4]],
     }
@@ -212,8 +219,7 @@ def by_source(runs: Sequence[Generation], prompts: Sequence[Prompt]) -> dict[str
     names = dict.fromkeys(prompt.source for prompt in prompts)
     groups = {name: [r for r, p in zip(runs, prompts) if p.source == name] for name in names}
     return {
-        name: {"prompts": len(group), "acceptance_length": acceptance_metrics(group, 1)["acceptance_length"]}
-        for name, group in groups.items()
+        name: {"prompts": len(group), "acceptance_length": acceptance_length(group)} for name, group in groups.items()
     }
 
 
@@ -234,12 +240,15 @@ def speed(runs: Sequence[Generation], baseline: Baseline, seed: int) -> dict[str
     }
 
 
-def speed_model(run: RunConfig, runs: Sequence[Generation], shape: TreeShape, baseline: Baseline) -> dict[str, Any]:
+def speed_model(
+    run: RunConfig, runs: Sequence[Generation], shape: TreeShape, baseline: Baseline, trained: bool
+) -> dict[str, Any]:
     """S = τ / (draft + verify + overhead), in plain steps: as measured here, and modelled for a GPU (not measured)."""
     phases, step = phase_milliseconds(runs), 1000 * baseline.step_seconds()
-    tau = acceptance_metrics(runs, shape.depth)["acceptance_length"]
+    tau = acceptance_length(runs)
     overhead = sum(phases[name] for name in ("select", "commit", "other"))
     draft_cost, verify_cost = run.eval.gpu_ceiling
+    draft_cost = draft_cost if trained else 0.0  # a training-free drafter runs no model
     return {
         "plain_step_ms": step,
         "draft_in_steps": phases["draft"] / step,
@@ -302,23 +311,32 @@ def sample(target: Target, generation: Generation, prompt: Prompt) -> dict[str, 
 def header(run: RunConfig, target: Target, prompts: Sequence[Prompt], baseline: Baseline) -> dict[str, Any]:
     """The five questions, and what the numbers mean."""
     sources = sorted({prompt.source for prompt in prompts})
-    dtype, device = str(target.dtype).removeprefix("torch."), device_name(target.device)
-    stack = f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
     return {
         "name": run.name,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "answers": {
             "baseline": "plain decoding, one token per pass: the faster of our own loop and transformers' generate",
             "batch_size": 1,
-            "stack": f"{device}, {torch.get_num_threads()} threads, {dtype}; {stack}; Python {platform.python_version()}",
+            "stack": stack(target),
             "data": f"{len(prompts)} held-out prompts of {', '.join(sources)}; at most {run.eval.max_new_tokens} new tokens",
             "tree_shape": "named in each entry: chain-K, or tree-depth×top_k-nodes",
         },
+        "head": checksum(run.directory / "head" / "model.safetensors"),
         "target": asdict(target.spec),
         "load_average": list(os.getloadavg()),
         "baseline_repeated_4grams": repeated_4grams(baseline.greedy),
         "definitions": DEFINITIONS,
     }
+
+
+def stack(target: Target) -> str:
+    """Device, threads, dtype and versions."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    libraries = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
+    )
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{device_name(target.device)}, {threads}, {dtype}; {libraries}; Python {platform.python_version()}"
 
 
 def device_name(device: torch.device) -> str:

@@ -1,7 +1,9 @@
 """Metrics of decoding runs, with their definitions. A cycle is one target pass after the prefill."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ DEFINITIONS = {
     "conditional_per_position": "share of the cycles that accept token k, of those that accepted k-1",
     "histogram": "cycles by number of accepted drafted tokens, from 0",
     "tokens_per_second": "new tokens over wall time, prefill included, batch 1",
-    "speedup": "wall time of the faster plain baseline over this run's, both per new token, on the timed prompts",
+    "speedup": "wall time of the faster plain greedy baseline over this run's, both per new token, on the timed prompts",
     "repeated_4grams": "share of 4-grams that occurred before in the same answer; loops flatter τ",
 }
 
@@ -78,3 +80,15 @@ def repeated_4grams(texts: Sequence[Sequence[int]]) -> float:
         repeated += len(grams) - len(set(grams))
         total += len(grams)
     return repeated / total if total else 0.0
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, for tables and plots; a torn last line is left out."""
+    records = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+    return records

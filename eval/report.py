@@ -1,7 +1,6 @@
 """report.html: one self-contained file with the verdict, the five answers, tables and plots."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import jinja2
 import matplotlib
 
 from headwright.data.store import replace_with
+from headwright.eval.metrics import read_metrics
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
@@ -95,9 +95,7 @@ def plot_phases(entries: list[dict[str, Any]]) -> str:
 
 def plot_training(path: Path) -> str:
     """Loss per rollout step and τ on held-out text."""
-    if not path.is_file():
-        return ""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    records = read_metrics(path)
     losses, taus = [r for r in records if "loss_0" in r], [r for r in records if "tau" in r]
     if not losses or not taus:
         return ""

@@ -53,19 +53,12 @@ def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
 
 
 @torch.inference_mode()
-def rollout_tau(
-    head: DraftHead,
-    target: Target,
-    reader: FeatureReader,
-    depth: int,
-    tokens_per_batch: int,
-    limit: int | None = None,
-) -> Cycles:
+def rollout_tau(head: DraftHead, target: Target, reader: FeatureReader, depth: int, tokens_per_batch: int) -> Cycles:
     """All cycles of a greedy chain of `depth` over the stored (greedy, on-policy) documents."""
     total = Cycles()
-    for group in whole_batches(reader, tokens_per_batch, limit):
+    for group in whole_batches(reader, tokens_per_batch):
         documents = [reader[document] for document in group]
-        batch = pack(documents).to(target.device, target.dtype)
+        batch = pack(documents).to(target.device, next(head.parameters()).dtype)
         right_TI = head.agreement(batch, target, depth).cpu()
         for mask_T, part in zip((d.mask_T for d in documents), right_TI.split([len(d.ids_T) for d in documents])):
             cycles = replay(mask_T, part)

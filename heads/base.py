@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -38,24 +39,33 @@ class HeadLoss:
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+@dataclass
+class Drafts:
+    """Greedy drafts, and the log-probability of each path up to them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
 class PlainReader(Protocol):
     """An independent reader of an exported directory: it shares no code with the head."""
 
-    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> list[int]:
+    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> Drafts:
         """`count` greedy tokens after the last of `following`, the token after each row of context."""
         ...
 
 
 @dataclass
 class Export:
-    """Tensors and config.json of an engine's directory; the shape that the format gives every tensor; and what reads it
-    back.
+    """An engine's directory: tensors and config.json, the shape that the format gives every tensor, what reads it back, and the
+    launch lines for a target, a directory and a dtype.
     """
 
     tensors: dict[str, Tensor]
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     reader: Callable[[Path], PlainReader]
+    launch: Callable[[str, Path, str], str]
 
 
 @dataclass
@@ -143,8 +153,11 @@ def save_head(head: DraftHead, folder: Path) -> None:
     write_json(folder / "head.json", described)
 
 
-def load_head(folder: Path, target: Target | None = None) -> DraftHead:
-    """A saved head. Raises UserError where something is missing, broken, or of another target."""
+def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | None = None) -> DraftHead:
+    """A saved head, on the target's device and in `dtype` (default: the target's).
+
+    Raises UserError where something is missing, broken, or of another target.
+    """
     path = folder / "head.json"
     if not path.is_file():
         raise UserError(f"{folder}: no head there (head.json is missing): train first")
@@ -161,8 +174,11 @@ def load_head(folder: Path, target: Target | None = None) -> DraftHead:
     config = build(get_head(raw["head"]["kind"]).Config, raw["head"], str(path))
     vocab = DraftVocab(tensors.pop("vocab.ids"), spec.vocab_size)
     head = make_head(config, spec, tuple(raw["taps"]), vocab)
-    head.load_state_dict(tensors)
-    return head if target is None else head.to(target.device, target.dtype)
+    try:
+        head.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{folder}: weights and head.json do not fit together: {error}") from None
+    return head if target is None else head.to(target.device, dtype or target.dtype)
 
 
 def refuse_other_target(spec: TargetSpec, taps: tuple[int, ...], target: Target, folder: Path) -> None:

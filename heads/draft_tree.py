@@ -120,7 +120,7 @@ def grow_chain(
     first = torch.zeros_like(root_B)[:, None]
     for depth in range(1, shape.depth + 1):
         probs_BW = policy.probs(logits_BW)
-        draft_B = logits_BW.argmax(-1) if policy.greedy else draw(probs_BW, uniform())
+        draft_B = logits_BW.argmax(-1) if policy.greedy else draw(probs_BW, uniform().to(probs_BW.device))
         scores_BW = logits_BW.log_softmax(-1) if policy.greedy else probs_BW.log()
         logprobs.append(logprobs[-1] + scores_BW.gather(-1, draft_B[:, None])[:, 0])
         proposals.append(probs_BW)

@@ -9,7 +9,9 @@ Shapes: B rows, M new rows, k frontier nodes, T packed tokens, P live rows, K ta
 V target vocabulary, W draft vocabulary.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -62,6 +64,7 @@ class Layer(nn.Module):
 
     def mix(self, embedding_XH: Tensor, feature_XH: Tensor) -> Tensor:
         """The attention's input [..., 2H]."""
+        embedding_XH = embedding_XH.to(feature_XH.dtype)  # a half-precision target's table under a head in fp32
         return torch.cat([self.input_layernorm(embedding_XH), self.hidden_norm(feature_XH)], dim=-1)
 
     def finish(self, feature_XH: Tensor, mixed_XQE: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ class Head(DraftHead):
             bears_P = live.bears_PI[:, i] & sayable_R[live.target_PI[:, i]] if len(sayable_R) else live.bears_PI[:, i]
             rows_P = torch.nonzero(bears_P)[:, 0]
             place = live.target_PI[rows_P, i]
-            probs_PW, logq_PW = probs_RW[place], self.logits(feature_PH[rows_P]).float().log_softmax(-1)
+            probs_PW, logq_PW = probs_RW[place], self.logits(feature_PH[rows_P]).log_softmax(-1)
             loss_P = self.measure(probs_PW, logq_PW)
             total = total + self.config.step_weight**i * loss_P.sum()
             said_PW = probs_PW * mass_R[place, None]
@@ -145,8 +148,8 @@ class Head(DraftHead):
         }
 
     def logits(self, feature_XH: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., W]."""
-        return self.lm_head(self.norm(feature_XH))
+        """Logits over the draft vocabulary [..., W], in fp32: paths are compared by sums of their log-softmax."""
+        return self.lm_head(self.norm(feature_XH)).float()
 
     @torch.no_grad()
     def agreement(self, batch: FeatureBatch, target: Target, steps: int) -> Tensor:
@@ -199,11 +202,12 @@ class Head(DraftHead):
         """One directory for vLLM and SGLang (reference formats: vLLM 0.32, SGLang 0.5.23)."""
         if engine != "portable":
             raise UserError(f"export.engines {engine!r}: an EAGLE-3 head exports as: portable")
+        refuse_unservable(self)
         tensors = dict(self.state_dict())
         if not self.vocab.full:
             tensors |= {"d2t": self.vocab.d2t_W, "t2d": self.vocab.t2d_V}
         config = portable_config(self)
-        return Export(tensors, config, portable_shapes(config), PlainEagle3)
+        return Export(tensors, config, portable_shapes(config), PlainEagle3, launch_lines)
 
 
 class Drafting:
@@ -244,6 +248,17 @@ class Drafting:
         """Drop the speculative entries."""
         for row, length in enumerate(self.committed):
             self.cache.truncate(row, length)
+
+
+def refuse_unservable(head: Head) -> None:
+    """Taps that an engine would misread without a word: SGLang skips `fc` for a single state, and can capture neither the
+    embeddings nor the last layer's output.
+    """
+    if len(head.taps) < 2 or head.taps[0] < 1 or head.taps[-1] >= head.spec.num_layers:
+        raise UserError(
+            f"export: taps {list(head.taps)}: the portable format needs two or more, from 1 to {head.spec.num_layers - 1}; "
+            "harvest and train with such taps"
+        )
 
 
 def portable_config(head: Head) -> dict[str, Any]:
@@ -318,3 +333,21 @@ def portable_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if W != V:
         shapes |= {"d2t": (W,), "t2d": (V,)}
     return shapes
+
+
+def launch_lines(target: str, folder: Path, dtype: str) -> str:
+    """How vLLM and SGLang are started with this head."""
+    speculative = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+    return f"""vLLM (0.32 or later; drafts chains):
+
+    vllm serve {target} --speculative-config '{speculative}'
+
+SGLang (0.5.23 or later; drafts trees when `--speculative-eagle-topk` is above 1):
+
+    python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm EAGLE3 \\
+      --speculative-draft-model-path {folder} \\
+      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+
+config.json says whether each tap is normed before fusing (`fc_norm`, an option of EAGLE-3.1). These versions read the key; an
+engine that does not know it would serve such a head wrongly.
+"""

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headwright.heads.base import Drafts
+
 
 class PlainEagle3:
     """The head in a directory."""
@@ -87,13 +89,15 @@ class PlainEagle3:
         gate = torch.nn.functional.silu(self.linear(inner, "midlayer.mlp.gate_proj"))
         return middle + self.linear(gate * self.linear(inner, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
 
-    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> list[int]:
+    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> Drafts:
         """`count` greedy tokens after the last of `following` (the token after each row), by full recomputation."""
         feature = self.fuse(taps_TKD)
-        tokens = list(following_T)
+        tokens, scores = list(following_T), [0.0]
         for _ in range(count):
             hidden = self.layer(embedding_VD[torch.tensor(tokens)], feature)
-            draft = int(self.linear(self.norm(hidden[-1], "norm"), "lm_head").argmax())
+            logits = self.linear(self.norm(hidden[-1], "norm"), "lm_head")
+            draft = int(logits.argmax())
+            scores.append(scores[-1] + float(logits.log_softmax(-1)[draft]))
             tokens.append(draft + int(self.w["d2t"][draft]) if "d2t" in self.w else draft)
             feature = torch.cat([feature, hidden[-1:]])
-        return tokens[len(following_T) :]
+        return Drafts(tokens[len(following_T) :], scores[1:])

@@ -4,9 +4,12 @@ The writer works from a table of tensor names and shapes and refuses what is mis
 zero: engines are silent about such faults and serve them as τ = 1.0. Formats: vLLM 0.32, SGLang 0.5.23.
 """
 
+import contextlib
+import copy
 import json
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,11 @@ from torch import Tensor
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
-from headwright.data.harvest import store_path
+from headwright.data.harvest import check_offline, store_path
 from headwright.data.sampling import Policy
-from headwright.data.store import FeatureReader, replace_with, save_tensors, write_json
-from headwright.data.target import Target
-from headwright.heads.base import Context, DraftHead, Export, PlainReader, load_head
+from headwright.data.store import FeatureReader, checksum, replace_with, save_tensors, write_json
+from headwright.data.target import Target, locate
+from headwright.heads.base import Context, DraftHead, Drafts, Export, PlainReader, load_head
 from headwright.heads.draft_tree import TreeShape
 
 SECTIONS = ("export",)
@@ -69,22 +72,26 @@ def check_vocab(export: Export) -> None:
 
 def export_run(run: RunConfig, dry_run: bool = False) -> None:
     """All engine directories of a run."""
+    check_offline(run)
     if dry_run:
         return
     started = time.perf_counter()
     reader = FeatureReader(store_path(run, "held-out"))
     target = Target.load(run.target, reader.manifest.taps, "cpu")
-    head = load_head(run.directory / "head", target).float().eval()
+    head = load_head(run.directory / "head", target, torch.float32).eval()
     cases = draft_cases(reader, run.export.prompts)
     rows = []
     for engine in run.export.engines:
         folder = run.directory / "export" / engine
-        dtype = target_dtype(run, reader)
+        dtype = written_dtype(run, head)
         export = with_dtype(head.export(engine), dtype)
-        write_directory(folder, export)
-        proof = read_back(folder, export.reader(folder), head, target, cases, dtype)
-        write_json(folder / "headwright.json", provenance(run, head, proof))
-        write_text(folder / "SERVE.md", serve_notes(run, head, folder))
+        with directory_in_the_making(folder) as scratch:
+            write_directory(scratch, export)
+            proof = read_back(export.reader(scratch), head, target, cases, dtype)
+            write_json(scratch / "headwright.json", provenance(run, head, proof))
+            target_name = run.export.name_or_path or locate(run.target.model)
+            launch = export.launch(target_name, folder.resolve(), export.config["dtype"])
+            write_text(scratch / "SERVE.md", serve_notes(run, launch))
         rows.append(
             (
                 engine,
@@ -98,10 +105,24 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
     say(f"export took {duration(time.perf_counter() - started)}; launch lines: SERVE.md in each directory")
 
 
-def target_dtype(run: RunConfig, reader: FeatureReader) -> torch.dtype:
-    """The dtype of the written weights."""
-    name = reader.manifest.target["dtype"] if run.export.dtype == "target" else run.export.dtype
-    return getattr(torch, name)
+@contextlib.contextmanager
+def directory_in_the_making(folder: Path) -> Iterator[Path]:
+    """A scratch directory that becomes `folder` when all went well: what was not proven never lies where it would be served."""
+    scratch = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        yield scratch
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def written_dtype(run: RunConfig, head: DraftHead) -> torch.dtype:
+    """The dtype of the written weights: the target checkpoint's own, whatever it was harvested in."""
+    name = head.spec.dtype if run.export.dtype == "target" else run.export.dtype
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def with_dtype(export: Export, dtype: torch.dtype) -> Export:
@@ -133,10 +154,11 @@ class Case:
 
 @dataclass
 class Proof:
-    """Drafts of the written files against those of the head, and the dtype of the files."""
+    """Drafts of the written files against those of the head: tokens, and the largest difference of their log-probabilities."""
 
     drafted: int
     equal: int
+    logprob_difference: float
     dtype: str
 
 
@@ -158,28 +180,28 @@ def draft_cases(reader: FeatureReader, count: int) -> list[Case]:
 
 
 def read_back(
-    folder: Path,
     reader: PlainReader,
     head: DraftHead,
     target: Target,
     cases: Sequence[Case],
     dtype: torch.dtype,
 ) -> Proof:
-    """Draft with the written files and with the head. In fp32 every token must be equal."""
+    """Draft with the written files and with the head in the same precision: tokens and their probabilities must be equal."""
     embedding = target.embed(torch.arange(head.spec.vocab_size)).float()
-    equal = 0
+    rounded = copy.deepcopy(head).to(dtype).float()
+    proof = Proof(DRAFTS * len(cases), 0, 0.0, str(dtype).removeprefix("torch."))
     for case in cases:
         theirs = reader.draft(embedding, case.following, case.taps_TKD, DRAFTS)
-        ours = head_drafts(head, target, case)
-        equal += sum(a == b for a, b in zip(theirs, ours))
-        if dtype == torch.float32 and theirs != ours:
-            raise UserError(
-                f"export {folder}: the written files draft {theirs}, the head drafts {ours}: do not serve this"
-            )
-    return Proof(DRAFTS * len(cases), equal, str(dtype).removeprefix("torch."))
+        ours = head_drafts(rounded, target, case)
+        proof.equal += sum(a == b for a, b in zip(theirs.tokens, ours.tokens))
+        apart = max(abs(a - b) for a, b in zip(theirs.logprobs, ours.logprobs))
+        proof.logprob_difference = max(proof.logprob_difference, apart)
+        if theirs.tokens != ours.tokens or apart > 1e-3:
+            raise UserError(f"export: the written files draft {theirs}, the head drafts {ours}: do not serve this")
+    return proof
 
 
-def head_drafts(head: DraftHead, target: Target, case: Case) -> list[int]:
+def head_drafts(head: DraftHead, target: Target, case: Case) -> Drafts:
     """The trained head's greedy chain."""
     context = Context(
         target,
@@ -190,7 +212,8 @@ def head_drafts(head: DraftHead, target: Target, case: Case) -> list[int]:
         lambda: torch.zeros(1, dtype=torch.float64),
     )
     state = head.start(1, len(case.following) + DRAFTS)
-    return head.propose(state, context, TreeShape("chain", DRAFTS, 1, DRAFTS)).tokens_BN[0, 1:].tolist()
+    tree = head.propose(state, context, TreeShape("chain", DRAFTS, 1, DRAFTS))
+    return Drafts(tree.tokens_BN[0, 1:].tolist(), tree.logprobs_BN[0, 1:].tolist())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -199,21 +222,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def measured(run: RunConfig) -> dict[str, Any] | None:
-    """The first entry of the run's report, if it was evaluated."""
+    """The first chain of the run's report, if that is of this head."""
     path = run.directory / "report.json"
     if not path.is_file():
         return None
     report = json.loads(path.read_text(encoding="utf-8"))
-    entry = report["entries"][0]
-    keys = (
-        "drafter",
-        "shape",
-        "temperature",
-        "acceptance_length",
-        "acceptance_length_ci95",
-        "accepted_per_position",
-    )
-    return {key: entry[key] for key in keys} | {"answers": report["answers"]}
+    chains = [entry for entry in report["entries"] if entry["shape"]["kind"] == "chain"]
+    if report["head"] != checksum(run.directory / "head" / "model.safetensors") or not chains:
+        return None
+    keys = ("drafter", "shape", "temperature", "acceptance_length", "acceptance_length_ci95", "accepted_per_position")
+    return {key: chains[0][key] for key in keys} | {"answers": report["answers"]}
 
 
 def provenance(run: RunConfig, head: DraftHead, proof: Proof) -> dict[str, Any]:
@@ -234,37 +252,20 @@ def sampling(result: dict[str, Any]) -> str:
     return f"T = {result['temperature']:g}" if result["temperature"] else "greedy"
 
 
-def serve_notes(run: RunConfig, head: DraftHead, folder: Path) -> str:
+def serve_notes(run: RunConfig, launch: str) -> str:
     """SERVE.md: the exact launch lines and what to expect."""
-    target = run.export.name_or_path or run.target.model
     result = measured(run)
     expect = (
         f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, {sampling(result)}, "
         f"{result['answers']['data']})."
-        if result and result["shape"]["kind"] == "chain"
-        else "Not measured yet: run `headwright eval`, then export again."
-    )
-    spec = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
-    norms = (
-        "\nThe head norms each tap before fusing (`fc_norm`, an EAGLE-3.1 option). vLLM 0.32 and SGLang 0.5.23 read it; "
-        "engines that do not know it would serve the head wrongly.\n"
-        if getattr(head.config, "fc_norm", False)
-        else ""
+        if result
+        else "No chain of this head is measured yet: run `headwright eval`, then export again."
     )
     return f"""# Serving this head
 
-Target: `{target}`. {expect}
+Target: `{run.target.model}`. {expect}
 
-vLLM (0.32 or later; drafts chains):
-
-    vllm serve {target} --speculative-config '{spec}'
-
-SGLang (0.5.23 or later; drafts trees when `--speculative-eagle-topk` is above 1):
-
-    python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-      --speculative-draft-model-path {folder} \\
-      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
-{norms}
+{launch}
 Compare: vLLM's mean acceptance length and SGLang's `accept len` count the bonus token, as our τ does. Both depend on the
 number of drafted tokens: K = 3 accepts less per pass than K = 5. A value near 1.0 means that something is wrong, not that the
 head is weak.

@@ -58,6 +58,8 @@ class Rotary:
 def inverse_frequencies(rope: dict[str, Any], width: int) -> Tensor:
     """Inverse frequencies [E/2] in fp32. Raises UserError for a rope type that heads do not know yet."""
     kind = rope.get("rope_type", "default")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in rope:
+        raise UserError(f"the target rotates in a way that heads do not know yet: {rope}")
     frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if kind == "default":
         return frequencies

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained, measured, exported EAGLE-3 head for a real model, on a plain CPU. Interrupted, it continues when
-# called again. QUICK=1 does a small version in a few minutes. Further arguments override keys: scripts/quickstart.sh train.epochs=8
+# called again. QUICK=1 does a small version in a few minutes. Further arguments override keys: scripts/quickstart.sh name=longer train.epochs=8
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" demo
 export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" # deepspeed otherwise warns at every start that it found no GPU

@@ -560,22 +560,6 @@ def test_limit_is_not_biased_towards_one_side(tmp_path):
     assert abs(held - 250) < 4 * (1000 * 0.25 * 0.75) ** 0.5
 
 
-def test_fingerprint_changes_with_what_matters(tmp_path):
-    rows = [{"prompt": f"q{i}"} for i in range(20)]
-    base = corpus_of(jsonl(tmp_path / "a.jsonl", rows), held_out=0.5)
-    again = corpus_of(jsonl(tmp_path / "b.jsonl", rows), held_out=0.5)
-    assert base.fingerprint == again.fingerprint
-    others = [
-        corpus_of(jsonl(tmp_path / "c.jsonl", rows[:-1]), held_out=0.5),
-        corpus_of(jsonl(tmp_path / "d.jsonl", [*rows[:-1], {"prompt": "other"}]), held_out=0.5),
-        corpus_of(jsonl(tmp_path / "e.jsonl", rows[::-1]), held_out=0.5),
-        corpus_of(tmp_path / "a.jsonl", held_out=0.5, samples=2),
-        corpus_of(tmp_path / "a.jsonl", held_out=0.2),
-    ]
-    prints = [base.fingerprint, *(other.fingerprint for other in others)]
-    assert len(set(prints)) == len(prints)
-
-
 def test_malformed_rows_are_reported_with_their_place(tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", ["{bad"] * 9 + [{"prompt": "q"}])
     skipped: Counter[str] = Counter()

@@ -91,6 +91,7 @@ def test_directory_holds_what_it_promises(folder, run):
     assert "--speculative-algorithm EAGLE3" in notes
     assert "Not measured yet" in notes
     proof = json.loads((folder / "headwright.json").read_text(encoding="utf-8"))
+    assert proof["read_back"].pop("logprob_difference") < 1e-4
     assert proof["read_back"] == {"drafted": 10, "equal": 10, "dtype": "float32"}
     assert proof["taps"] == list(TAPS)
     assert proof["target"]["fingerprint"]
@@ -191,9 +192,10 @@ def test_independent_reader_drafts_what_the_head_drafts(tmp_path, family, config
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
     reader, embedding = PlainEagle3(tmp_path), target.embed(torch.arange(head.spec.vocab_size))
     for case in random_cases(head):
-        drafts = reader.draft(embedding, case.following, case.taps_TKD, 5)
-        assert drafts == head_drafts(head, target, case)
-        assert len(drafts) == 5
+        drafts, ours = reader.draft(embedding, case.following, case.taps_TKD, 5), head_drafts(head, target, case)
+        assert drafts.tokens == ours.tokens
+        assert drafts.logprobs == pytest.approx(ours.logprobs, abs=1e-4)
+        assert len(drafts.tokens) == 5
     assert ("fc_norm.0.weight" in reader.w) == config.get("fc_norm", True)
 
 
@@ -321,14 +323,14 @@ def test_silent_faults_are_found_by_drafting(tmp_path, tiny, fault):
     head = make_tiny_head(tiny)
     cases = random_cases(head)
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
-    proof = read_back(tmp_path, PlainEagle3(tmp_path), head, tiny, cases, torch.float32)
+    proof = read_back(PlainEagle3(tmp_path), head, tiny, cases, torch.float32)
     assert proof.equal == proof.drafted == 25
     path = tmp_path / "model.safetensors"
     tensors = SILENT[fault](load_file(path))
     path.unlink()
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(UserError, match="do not serve this"):
-        read_back(tmp_path, PlainEagle3(tmp_path), head, tiny, cases, torch.float32)
+        read_back(PlainEagle3(tmp_path), head, tiny, cases, torch.float32)
 
 
 @pytest.mark.parametrize("fault", ["fc_norm off", "another rotary base", "llama3 factor"])
@@ -343,7 +345,7 @@ def test_faulty_configs_are_found_by_drafting(tmp_path, fault):
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    read_back(tmp_path, PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
+    read_back(PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
     if fault == "fc_norm off":
         config["fc_norm"] = False
     elif fault == "another rotary base":
@@ -352,7 +354,7 @@ def test_faulty_configs_are_found_by_drafting(tmp_path, fault):
         config["rope_scaling"] = None
     path.write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UserError, match="do not serve this"):
-        read_back(tmp_path, PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
+        read_back(PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
 
 
 def test_a_run_whose_reader_disagrees_is_refused(run, parts, monkeypatch, tmp_path):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headwright.configs import UserError
+from headwright.configs import UserError, reason
 from headwright.data.store import save_tensors
 
 
@@ -84,7 +85,11 @@ def load_checkpoint(
     path = newest_checkpoint(folder)
     if path is None:
         return None
-    progress = Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
+    try:
+        progress = Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
+        weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise UserError(f"{path}: this checkpoint cannot be read ({reason(error)}); remove it to train anew") from None
     changed = {k: (progress.identity.get(k), v) for k, v in identity.items() if progress.identity.get(k) != v}
     if changed:
         lines = [f"  {key}: was {before!r}, now {now!r}" for key, (before, now) in changed.items()]
@@ -93,6 +98,6 @@ def load_checkpoint(
             + "\n".join(lines)
             + f"\nRemove {folder} to train anew, or give the run another name."
         )
-    head.load_state_dict(load_file(path / "model.safetensors"))
-    restore_optimizer(head, optimizer, load_file(path / "optimizer.safetensors"))
+    head.load_state_dict(weights)
+    restore_optimizer(head, optimizer, moments)
     return progress

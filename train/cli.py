@@ -41,7 +41,10 @@ def main() -> None:
         hint = f"did you mean {near[0]}?" if near else f"stages: {', '.join(STAGES)}"
         print(f"error: no stage {arguments[0]!r}; {hint}", file=sys.stderr)
         sys.exit(2)
-    importlib.import_module(STAGES[arguments[0]][0]).main(arguments[1:])
+    from headwright.configs.command import clean_exit
+
+    with clean_exit():
+        importlib.import_module(STAGES[arguments[0]][0]).main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def fit(
             rate = learning_rate(config, state.step, state.total)
             set_learning_rate(optimizer, rate)
             norm = one_step(accelerator, model, optimizer, batches, target, config, meter)
+            stopping = agreed(accelerator, stop.wanted)
             state.step += 1
             state.seconds = time.perf_counter() - started
             tokens += sum(len(batch.ids_T) for batch in batches)
@@ -97,13 +98,13 @@ def fit(
                 tracker.log(record)
                 bar.update(task, completed=state.step, note=f"loss {means.get('loss_0', 0):.3f}")
                 tokens, window = 0, time.perf_counter()
+            paused = time.perf_counter()
             if due(state, eval_every):
                 evaluate(accelerator, state, tracker, callbacks)
-                window = time.perf_counter()
-            if due(state, save_every) or stop.wanted:
+            if due(state, save_every) or stopping:
                 callbacks.save(state)
-                window = time.perf_counter()
-            if stop.wanted:
+            window += time.perf_counter() - paused  # tokens/s is the speed of training alone
+            if stopping:
                 break
     if stop.wanted:
         say(f"stopped after step {state.step} of {state.total}; a checkpoint is written")
@@ -114,6 +115,14 @@ def due(state: Progress, every: int) -> bool:
     """Every so many steps and at the end; not shortly before the end."""
     left = state.total - state.step
     return left == 0 or (state.step % every == 0 and left > every // 2)
+
+
+def agreed(accelerator: Accelerator, wanted: bool) -> bool:
+    """Whether any rank was asked to stop. All must leave at the same step, or they would wait for each other for ever."""
+    if accelerator.num_processes == 1:
+        return wanted
+    flag = torch.tensor(float(wanted), device=accelerator.device)
+    return bool(accelerator.reduce(flag, "sum") > 0)
 
 
 def one_step(

@@ -1,8 +1,7 @@
 """What a run will take, by arithmetic on its config. Runnable: `headwright plan --config …`.
 
-Token counts come from the corpus where it can be read; model shapes from the target's config.json. Rates are the ones
-measured on two CPU cores with the demo (README) unless the corpus is large: so hours are given for a stated FLOP rate,
-and never as a promise.
+Token counts come from the corpus (hub data sets are downloaded for it), model shapes from the target's config.json. Time is
+given for a stated FLOP rate; divide by your own device's.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from headwright.configs import RunConfig, UserError
+from headwright.configs import RunConfig, UserError, reason
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.corpus import Corpus, read_corpus
@@ -51,16 +50,18 @@ def estimate(run: RunConfig, corpus: Corpus, text: Any) -> Estimate:
     else:
         responses = round(sum(answer_characters(d) for d in answers) / CHARACTERS_PER_TOKEN)
     hidden, inner = text.hidden_size, text.intermediate_size
-    keys = getattr(text, "num_key_value_heads", text.num_attention_heads) / text.num_attention_heads
-    layer = hidden * hidden * (2 + 2 * keys) + 3 * hidden * inner
+    heads = text.num_attention_heads
+    width = (getattr(text, "head_dim", None) or hidden // heads) * heads
+    keys = (getattr(text, "num_key_value_heads", None) or heads) / heads
+    layer = hidden * width * (2 + 2 * keys) + 3 * hidden * inner
     taps = len(choose_taps(run.harvest.taps, text.num_hidden_layers, run.target.model))
-    width = run.vocab.size or text.vocab_size
+    drafted = run.vocab.size or text.vocab_size
     return Estimate(
         len(answers),
         round(prompts) + 8 * len(answers),
         responses,
         text.num_hidden_layers * layer + text.vocab_size * hidden,
-        layer + hidden * hidden * (1 + 2 * keys) + taps * hidden * hidden + width * hidden,
+        layer + hidden * width * (1 + 2 * keys) + taps * hidden * hidden + drafted * hidden,
         text.vocab_size,
         hidden,
         taps,
@@ -102,7 +103,8 @@ def plan(run: RunConfig, dry_run: bool = False) -> None:
     e = estimate(run, corpus, target_config(run))
     width = BYTES[run.harvest.dtype]
     store = e.tokens * (e.taps * e.hidden * width + 5) + e.response_tokens * (e.hidden * width + 8)
-    memory = 4 * e.target_parameters + 16 * e.head_parameters
+    loaded = 4 if run.target.dtype == "float32" else 2
+    memory = loaded * e.target_parameters + 16 * e.head_parameters
     table(
         f"plan of {run.name}",
         ("what", "estimate"),
@@ -115,7 +117,7 @@ def plan(run: RunConfig, dry_run: bool = False) -> None:
             ),
             ("disk: features", size(store)),
             ("disk: checkpoints and head", size(16 * e.head_parameters)),
-            ("memory: weights, gradients, optimizer", size(memory)),
+            ("memory: weights, gradients, optimizer; activations come on top", size(memory)),
             *((f"time: {name} at 100 GFLOP/s", duration(flops / FLOPS)) for name, _, flops in stages(run, e)),
         ],
     )
@@ -129,9 +131,7 @@ def target_config(run: RunConfig) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(locate(run.target.model), revision=run.target.revision)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"target.model {run.target.model}: its config cannot be read: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"target.model {run.target.model}: its config cannot be read: {reason(error)}") from None
     return config.get_text_config()
 
 

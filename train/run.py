@@ -11,17 +11,18 @@ from accelerate import Accelerator
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, table
-from headwright.data.harvest import save_config, store_path
+from headwright.data.harvest import check_offline, save_config, store_path
 from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import FeatureStream
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab, build_vocab, count_tokens, coverage
+from headwright.eval.metrics import read_metrics
 from headwright.eval.rollout_tau import rollout_tau
 from headwright.heads.base import DraftHead, make_head, save_head
 from headwright.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from headwright.train.loop import Callbacks, fit, unwrapped
 from headwright.train.optim import make_optimizer
-from headwright.train.track import Tracker, read_metrics
+from headwright.train.track import Tracker
 
 SECTIONS = ("vocab", "head", "train")
 ABOUT = "Train a draft head on harvested features; keep the one with the best τ on held-out text."
@@ -34,6 +35,7 @@ def head_path(run: RunConfig) -> Path:
 
 def train(run: RunConfig, dry_run: bool = False) -> None:
     """Harvested features → the best head, with checkpoints to continue from."""
+    check_offline(run)
     if dry_run:
         return
     if not torch.cuda.is_available():
@@ -151,7 +153,7 @@ def check_parallel(accelerator: Accelerator, model: torch.nn.Module) -> None:
         raise UserError(
             f"{launched} processes were launched, but Accelerate runs {accelerator.num_processes} with "
             f"{type(model).__name__}: no gradients would be shared. On CPUs launch with\n"
-            f"  ACCELERATE_USE_CPU=true torchrun --nproc_per_node {launched} train/{{kind}}.py --config …"
+            f"  ACCELERATE_USE_CPU=true torchrun --nproc_per_node {launched} train/<kind>.py --config …"
         )
 
 
@@ -178,7 +180,7 @@ def show_end(run: RunConfig, state: Progress, covered: float) -> None:
     depth = measured_depth(run)
     columns = ["step", "τ", *(f"≥{k} accepted" for k in range(1, depth + 1))]
     rows = [
-        [r["step"], f"{r['tau']:.3f}", *(f"{r[f'accepted_{k}']:.1%}" for k in range(1, depth + 1))]
+        [r["step"], f"{r['tau']:.3f}", *(f"{r.get(f'accepted_{k}', 0):.1%}" for k in range(1, depth + 1))]
         for r in records
         if "tau" in r
     ]

@@ -3,15 +3,15 @@
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwright.configs import RunConfig
+from headwright.configs import RunConfig, reason
 from headwright.configs.console import say
 from headwright.data.store import replace_with
+from headwright.eval.metrics import read_metrics
 
 
 class Meter:
@@ -96,17 +96,5 @@ def start_wandb(run: RunConfig) -> Any:
             config=parse(dump(run)),
         )
     except Exception as error:  # no key, no network, a broken install: whatever it is, training goes on
-        say(f"W&B is off: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}")
+        say(f"W&B is off: {reason(error)}")
         return None
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, for tables and plots; a torn last line is left out."""
-    records = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue
-    return records
