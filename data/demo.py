@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 
 from headwright.configs import UserError, reason
 from headwright.configs.console import say
+from headwright.data.store import checksum
 
 Row = tuple[str, dict[str, Any]]  # (place, {"prompt": …} or {"text": …})
 
@@ -155,17 +156,7 @@ def download(package: Package, folder: Path) -> None:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else slow_digest(path)
-
-
-def slow_digest(path: Path) -> str:
-    """SHA-256 for Python 3.10, which has no file_digest."""
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            state.update(block)
-    return state.hexdigest()
+    return checksum(path, hashlib.sha256())
 
 
 def check_embedded(name: str) -> None:

@@ -228,9 +228,9 @@ def read_manifest(root: Path) -> Manifest:
         raise UserError(f"{path}: not a manifest ({error}); remove {root} and harvest again") from None
 
 
-def checksum(path: Path) -> str:
-    """xxh64 of a file."""
-    state = xxhash.xxh64()
+def checksum(path: Path, state: Any = None) -> str:
+    """Hash of a file; by default xxh64."""
+    state = state or xxhash.xxh64()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             state.update(block)

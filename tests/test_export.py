@@ -89,7 +89,7 @@ def test_directory_holds_what_it_promises(folder, run):
     notes = (folder / "SERVE.md").read_text(encoding="utf-8")
     assert f"vllm serve {run.target.model} --speculative-config" in notes
     assert "--speculative-algorithm EAGLE3" in notes
-    assert "Not measured yet" in notes
+    assert "No chain of this head is measured yet" in notes
     proof = json.loads((folder / "headwright.json").read_text(encoding="utf-8"))
     assert proof["read_back"].pop("logprob_difference") < 1e-4
     assert proof["read_back"] == {"drafted": 10, "equal": 10, "dtype": "float32"}

@@ -195,14 +195,25 @@ def test_answers_of_the_corpus(model_dir, chats, tmp_path):
     run = tiny_run(model_dir, chats, tmp_path, answers={"by": "corpus"})
     harvest(run)
     corpus = read_corpus(run.corpus, run.seed)
-    tokenizer = make_tokenizer()
-    for side, documents in zip(SIDES, (corpus.train, corpus.held_out)):
-        reader = FeatureReader(store_path(run, side))
-        assert len(reader) == len(documents)  # one each: there is nothing to sample
-        encoded = {d.key: encode_chat(list(d.messages), tokenizer) for d in documents}
-        for note, document in zip(reader.notes, reader, strict=True):
-            assert document.ids_T.tolist() == encoded[note["key"]].ids
-            assert document.mask_T.tolist() == encoded[note["key"]].mask
+    reader = FeatureReader(store_path(run, "train"))
+    assert len(reader) == len(corpus.train)  # one each: there is nothing to sample
+    encoded = {d.key: encode_chat(list(d.messages), make_tokenizer()) for d in corpus.train}
+    for note, document in zip(reader.notes, reader, strict=True):
+        assert document.ids_T.tolist() == encoded[note["key"]].ids
+        assert document.mask_T.tolist() == encoded[note["key"]].mask
+
+
+def test_held_out_prompts_are_answered_by_the_target_whoever_wrote_the_rest(model_dir, chats, tmp_path):
+    """τ is about the target's own text: both ways of training are measured on the same documents."""
+    by_target, by_corpus = (
+        tiny_run(model_dir, chats, tmp_path / by, answers={"by": by, "max_new_tokens": 12})
+        for by in ("target", "corpus")
+    )
+    for run in (by_target, by_corpus):
+        harvest(run)
+    one, two = (FeatureReader(store_path(run, "held-out")) for run in (by_target, by_corpus))
+    assert one.notes == two.notes
+    assert all(torch.equal(a.ids_T, b.ids_T) and torch.equal(a.mask_T, b.mask_T) for a, b in zip(one, two, strict=True))
 
 
 def test_documents_that_do_not_fit_are_counted(model_dir, chats, tmp_path, capsys):
@@ -218,7 +229,7 @@ def test_documents_that_do_not_fit_are_counted(model_dir, chats, tmp_path, capsy
 
 def test_nothing_fits(model_dir, chats, tmp_path):
     run = tiny_run(model_dir, chats, tmp_path, answers={"max_new_tokens": 1000})
-    with pytest.raises(UserError, match="no usable document"):
+    with pytest.raises(UserError, match="no usable training document"):
         harvest(run)
 
 
