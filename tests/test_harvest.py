@@ -403,3 +403,17 @@ def test_help_explains_every_key(capsys):
     out = capsys.readouterr().out
     for key in ("target.model", "corpus.held_out", "answers.max_new_tokens", "harvest.documents_per_shard"):
         assert f"{key} = " in out
+
+
+@pytest.mark.slow
+def test_two_real_processes_fill_one_store(done, run, tmp_path):
+    """torchrun starts two; they share the units, and together they do what one does."""
+    config = tmp_path / "run.yaml"
+    config.write_text(dump(run))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "headwright.data.harvest", "--config", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+    for side in SIDES:
+        assert_same_store(store_path(done, side), store_path(run, side))
