@@ -76,8 +76,8 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     """The whole evaluation of a run."""
     shapes = [TreeShape.of(shape) for shape in run.eval.shapes]
     policies = [Policy(temperature) for temperature in run.eval.temperatures]
-    check_offline(run)
     if dry_run:
+        check_offline(run)
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(

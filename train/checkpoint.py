@@ -45,7 +45,7 @@ def restore_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, tensors
     for label, value in tensors.items():
         key, name = label.split(":", 1)
         weight = weights[name]
-        optimizer.state[weight][key] = value if key == "step" else value.to(weight.device)
+        optimizer.state[weight][key] = value.to(weight.device)  # the fused optimizer's step count, too
 
 
 def save_checkpoint(folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:

@@ -35,20 +35,18 @@ def head_path(run: RunConfig) -> Path:
 
 def train(run: RunConfig, dry_run: bool = False) -> None:
     """Harvested features → the best head, with checkpoints to continue from."""
-    check_offline(run)
     if dry_run:
+        check_offline(run)
         return
-    if not torch.cuda.is_available():
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # deepspeed, if accelerate imports it, warns of a missing GPU otherwise
+    if not torch.cuda.is_available():  # accelerate imports deepspeed, which otherwise warns of a missing GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
     torch.manual_seed(run.seed)
     features, held_out = FeatureReader(store_path(run, "train")), FeatureReader(store_path(run, "held-out"))
     target = Target.load(run.target, features.manifest.taps, accelerator.device)
     refuse_other_store(features, target)
     vocab, covered = choose_vocab(run, features, held_out, target)
-    head = make_head(run.head, target.spec, target.taps, vocab)
+    head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
     head.initialise(target)
     optimizer = make_optimizer(head, run.train)
 
@@ -56,7 +54,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     total = max(1, round(run.train.epochs * stream.steps_per_epoch()))
     folder, identity = run.directory / "checkpoints", run_identity(run, features, accelerator, total)
     state = load_checkpoint(folder, head, optimizer, identity) or Progress(total=total, identity=identity)
-    model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
+    model, optimizer = accelerator.prepare(head, optimizer)
     check_parallel(accelerator, model)
     if accelerator.is_main_process:
         save_config(run)  # only now: a run that the checkpoint refuses must not change what lies beside it
