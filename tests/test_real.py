@@ -33,7 +33,15 @@ def run(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     config = load_run(
         "configs/smollm2-eagle3-quick.yaml",
-        [f"runs={runs}", "corpus.held_out=0.25", "eval.prompts=20", "eval.max_new_tokens=32", "eval.timed_prompts=2"],
+        [
+            f"runs={runs}",
+            "corpus.held_out=0.25",
+            "vocab.size=768",
+            "vocab.coverage=0.7",
+            "eval.prompts=20",
+            "eval.max_new_tokens=32",
+            "eval.timed_prompts=2",
+        ],
     )
     try:
         harvest(config)
