@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import xxhash
 from headwright.configs import UserError, reason
 from headwright.configs.console import say
 from headwright.configs.schema import CorpusConfig, Source
-from headwright.data.demo import demo_rows
+from headwright.data.demo import check_demo, demo_rows
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 PIECE = 2000  # characters of plain text per document, at most
@@ -74,8 +74,7 @@ def read_corpus(config: CorpusConfig, seed: int) -> Corpus:
     A document's side depends on its first user turn and the seed alone, so that no prompt is ever on both, whatever
     source it comes from. Raises UserError for an empty corpus.
     """
-    if not config.sources:
-        raise UserError("corpus.sources is empty: name at least one demo set, path or hub data set")
+    check_sources(config.sources)
     corpus = Corpus([], [], Counter())
     seen: set[str] = set()
     for source in config.sources:
@@ -96,6 +95,17 @@ def read_corpus(config: CorpusConfig, seed: int) -> Corpus:
             "corpus: no document was held out, so nothing could be measured; raise corpus.held_out or add text"
         )
     return corpus
+
+
+def check_sources(sources: Sequence[Source]) -> None:
+    """What can be known of the sources without reading them or a network."""
+    if not sources:
+        raise UserError("corpus.sources is empty: name at least one demo set, path or hub data set")
+    for source in sources:
+        if source.path:
+            check_path(Path(source.path).expanduser())
+        if source.demo:
+            check_demo(source.demo)
 
 
 def describe(skipped: Counter[str]) -> str:
@@ -165,7 +175,6 @@ def check_path(path: Path) -> None:
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Rows of a .jsonl file, or pieces of a .txt file."""
-    check_path(path)
     if path.suffix == ".txt":
         yield str(path), {"text": path.read_text(encoding="utf-8-sig", errors="replace")}
         return

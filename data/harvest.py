@@ -22,16 +22,16 @@ from headwright.data.batch import DocumentFeatures
 from headwright.data.corpus import (
     Corpus,
     Document,
-    check_path,
+    check_sources,
     describe,
     encode_document,
     encode_prompt,
     read_corpus,
 )
-from headwright.data.demo import SETS, check_demo, check_embedded
+from headwright.data.demo import SETS, check_embedded
 from headwright.data.regenerate import Question, answer, read_documents
 from headwright.data.sampling import Policy
-from headwright.data.store import DTYPES, FeatureWriter, Manifest, read_manifest, replace_with, sweep
+from headwright.data.store import DTYPES, FeatureWriter, Manifest, read_manifest, sweep, write_text
 from headwright.data.target import Target, choose_taps, locate
 
 SECTIONS = ("target", "corpus", "answers", "harvest")
@@ -78,13 +78,7 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
 
 def check_offline(run: RunConfig) -> None:
     """What can be known without a network: local files and the names of embedded things."""
-    if not run.corpus.sources:
-        raise UserError("corpus.sources is empty: name at least one demo set, path or hub data set")
-    for source in run.corpus.sources:
-        if source.path:
-            check_path(Path(source.path).expanduser())
-        if source.demo:
-            check_demo(source.demo)
+    check_sources(run.corpus.sources)
     if isinstance(run.harvest.taps, list):
         choose_taps(run.harvest.taps, max([*run.harvest.taps, 0]), run.target.model)
     if run.target.model.startswith("embedded:"):
@@ -124,13 +118,11 @@ def harvest_side(run: RunConfig, target: Target, side: Side, state: PartialState
             documents_done = run_unit(run, target, units[unit])
             seconds = time.perf_counter() - started
             writer.write(unit, documents_done, [job.note() for job in units[unit]], seconds)
-            rate = sum(len(d.ids_T) for d in documents_done) / seconds
-            bar.update(task, completed=len(units) - len(writer.missing()), note=f"{rate:.0f} tokens/s")
-            if not bar.disable:
-                continue
-            say(
-                f"harvest {side.name}: {len(units) - len(writer.missing())} of {len(units)} shards, {rate:.0f} tokens/s"
-            )
+            rate = f"{sum(len(d.ids_T) for d in documents_done) / seconds:.0f} tokens/s"
+            done = len(units) - len(writer.missing())  # by all processes
+            bar.update(task, completed=done, note=rate)
+            if bar.disable:
+                say(f"harvest {side.name}: {done} of {len(units)} shards, {rate}")
     writer.finish()
 
 
@@ -221,8 +213,7 @@ def make_manifest(run: RunConfig, target: Target, jobs: Sequence[Job], units: in
 def save_config(run: RunConfig) -> None:
     """The resolved config beside what it made."""
     run.directory.mkdir(parents=True, exist_ok=True)
-    text = dump(run)
-    replace_with(run.directory / "config.yaml", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(run.directory / "config.yaml", dump(run))
 
 
 def show_corpus(corpus: Corpus, sources: Sequence[Source]) -> None:

@@ -161,5 +161,4 @@ def summarise(target: Target, last_RD: Tensor, chunk: int = 256) -> tuple[Tensor
 def padded(rows: Sequence[list[int]], target: Target) -> Tensor:
     """Right-padded ids [B, N] on the target's device. Padding is masked out or overwritten, never read."""
     width = max(len(row) for row in rows)
-    pad = target.spec.eos_token_ids[0] if target.spec.eos_token_ids else 0
-    return torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=target.device)
+    return torch.tensor([row + [target.spec.pad_token_id] * (width - len(row)) for row in rows], device=target.device)

@@ -250,7 +250,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 def write_json(path: Path, value: Any) -> None:
     """JSON by atomic rename."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text by atomic rename."""
     replace_with(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 

@@ -55,6 +55,11 @@ class TargetSpec:
     fingerprint: str
     template_hash: str
 
+    @property
+    def pad_token_id(self) -> int:
+        """What stands on padding; never read."""
+        return next(iter(self.eos_token_ids), 0)
+
 
 @dataclass
 class Features:
@@ -342,7 +347,7 @@ class Target:
                     do_sample=False,
                     max_new_tokens=max_new_tokens,
                     eos_token_id=list(self.spec.eos_token_ids),
-                    pad_token_id=next(iter(self.spec.eos_token_ids), 0),
+                    pad_token_id=self.spec.pad_token_id,
                 ),
             )
         return out[0, ids_1T.shape[1] :].tolist()

@@ -195,7 +195,7 @@ def measure(
     ]
     texts = [r.tokens for r in runs]
     characters = sum(len(target.tokenizer.decode(text)) for text in texts)
-    entry = {
+    return {
         "drafter": name,
         "shape": asdict(shape) | {"name": shape.name},
         "prompt_set": "held-out",
@@ -211,7 +211,6 @@ def measure(
         "lossless": losslessness(target, prompts, texts, baseline) if policy.greedy else None,
         "samples": [sample(target, r, p) for r, p in list(zip(runs, prompts))[:4]],
     }
-    return entry
 
 
 def by_source(runs: Sequence[Generation], prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 import matplotlib
 
-from headwright.data.store import replace_with
+from headwright.data.store import write_text
 from headwright.eval.metrics import read_metrics
 
 matplotlib.use("svg")
@@ -37,7 +37,7 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
         "training": plot_training(directory / "metrics.jsonl"),
     }
     page = environment.get_template("report.html").render(report=report, plots=plots, first=report["entries"][0])
-    replace_with(directory / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
+    write_text(directory / "report.html", page)
 
 
 def label(entry: dict[str, Any]) -> str:

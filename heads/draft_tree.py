@@ -71,7 +71,7 @@ class Tree:
         own = torch.eye(nodes, dtype=torch.bool, device=self.tokens_BN.device).expand(batch, nodes, nodes)
         above = self.parents_BN.clamp_min(0)[:, :, None].expand(batch, nodes, nodes)
         mask = own
-        for _ in range(nodes if nodes < 2 else int(self.depth_BN.max())):
+        for _ in range(int(self.depth_BN.max())):
             mask = own | (mask.gather(1, above) & (self.parents_BN >= 0)[:, :, None])
         return mask
 
@@ -116,20 +116,22 @@ def grow_chain(
     vocabulary: int | None = None,
 ) -> Tree:
     """One guess per level: the most likely token, or a draw that the verifier can weigh (its distribution is kept)."""
-    tokens, logprobs, proposals = [root_B], [torch.zeros_like(logits_BW[:, 0])], []
+    tokens, logprobs = [root_B], [torch.zeros_like(logits_BW[:, 0])]
+    proposals: list[Tensor] = []
     first = torch.zeros_like(root_B)[:, None]
     for depth in range(1, shape.depth + 1):
-        probs_BW = policy.probs(logits_BW)
-        draft_B = logits_BW.argmax(-1) if policy.greedy else draw(probs_BW, uniform().to(probs_BW.device))
-        scores_BW = logits_BW.log_softmax(-1) if policy.greedy else probs_BW.log()
+        if policy.greedy:
+            draft_B, scores_BW = logits_BW.argmax(-1), logits_BW.log_softmax(-1)
+        else:
+            proposals.append(policy.probs(logits_BW))
+            draft_B, scores_BW = draw(proposals[-1], uniform().to(logits_BW.device)), proposals[-1].log()
         logprobs.append(logprobs[-1] + scores_BW.gather(-1, draft_B[:, None])[:, 0])
-        proposals.append(probs_BW)
         tokens.append(ids_W[draft_B])
         if depth < shape.depth:
             logits_BW = step(tokens[-1][:, None], first)[:, 0]
     line = torch.arange(shape.depth + 1, device=root_B.device).expand(len(root_B), -1)
     tree = Tree(torch.stack(tokens, 1), line - 1, line, torch.stack(logprobs, 1))
-    if not policy.greedy:
+    if proposals:
         width = vocabulary or int(ids_W[-1]) + 1
         wide = [q_BW.new_zeros(len(q_BW), width).scatter_(1, ids_W.expand_as(q_BW), q_BW) for q_BW in proposals]
         tree.proposal_BNV = torch.stack([torch.zeros_like(wide[0]), *wide], 1)
@@ -146,9 +148,8 @@ def grow_dynamic(shape: TreeShape, root_B: Tensor, logits_BW: Tensor, step: Step
     scores_Bk, draft_Bk = logits_BW.log_softmax(-1).topk(k, dim=-1)
     tokens, scores = [ids_W[draft_Bk]], [scores_Bk]
     parents, depths = [torch.zeros_like(draft_Bk)], [torch.ones_like(draft_Bk)]
-    frontier_Bk = torch.arange(1, k + 1, device=root_B.device).expand(
-        batch, k
-    )  # candidates count from 1; 0 is the root
+    # candidates count from 1; 0 is the root
+    frontier_Bk = torch.arange(1, k + 1, device=root_B.device).expand(batch, k)
     above_Bk, count = torch.zeros_like(draft_Bk), 1 + k
     for depth in range(2, shape.depth + 1):
         logp_Bkk, draft_Bkk = step(tokens_at(tokens, frontier_Bk), above_Bk).log_softmax(-1).topk(k, dim=-1)

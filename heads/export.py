@@ -22,7 +22,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import check_offline, store_path
 from headwright.data.sampling import Policy
-from headwright.data.store import FeatureReader, checksum, replace_with, save_tensors, write_json
+from headwright.data.store import FeatureReader, checksum, replace_with, save_tensors, write_json, write_text
 from headwright.data.target import Target, locate
 from headwright.heads.base import Context, DraftHead, Drafts, Export, PlainReader, load_head
 from headwright.heads.draft_tree import TreeShape
@@ -214,11 +214,6 @@ def head_drafts(head: DraftHead, target: Target, case: Case) -> Drafts:
     state = head.start(1, len(case.following) + DRAFTS)
     tree = head.propose(state, context, TreeShape("chain", DRAFTS, 1, DRAFTS))
     return Drafts(tree.tokens_BN[0, 1:].tolist(), tree.logprobs_BN[0, 1:].tolist())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Text by atomic rename."""
-    replace_with(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def measured(run: RunConfig) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwright.configs import RunConfig, reason
 from headwright.configs.console import say
-from headwright.data.store import replace_with
+from headwright.data.store import write_text
 from headwright.eval.metrics import read_metrics
 
 
@@ -48,7 +48,7 @@ class Tracker:
         run.directory.mkdir(parents=True, exist_ok=True)
         path = run.directory / "metrics.jsonl"
         kept = "".join(json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= since)
-        replace_with(path, lambda scratch: scratch.write_text(kept, encoding="utf-8"))
+        write_text(path, kept)
         self.file = path.open("a", encoding="utf-8")
         if run.train.track.wandb != "off":
             self.wandb = start_wandb(run)
