@@ -25,6 +25,7 @@ class TargetConfig:
     ] = "auto"
     trust_remote_code: Annotated[bool, "run Python code that the model repository ships"] = False
     tokenizer: Annotated[str | None, "tokenizer name or directory, if not the model's own"] = None
+    device_map: Annotated[str | None, "auto: spread a target larger than one GPU over all of them"] = None
 
 
 @dataclass
@@ -32,15 +33,32 @@ class Source:
     """One corpus source: exactly one of demo, path, hub."""
 
     demo: Annotated[str | None, "a set from a registry package: gsm8k, humaneval, mt-bench, vicuna, …"] = None
-    path: Annotated[str | None, "a .jsonl file of chats (messages or conversations), or a .txt file"] = None
+    path: Annotated[
+        str | None,
+        "a file or a pattern (chats/*.jsonl.gz): .jsonl, .json, .csv, .tsv, .parquet, .arrow, or plain text "
+        "(.txt, .md); all but .parquet and .arrow also as .gz and .zst",
+    ] = None
     hub: Annotated[str | None, "a data set on the Hugging Face hub"] = None
     config: Annotated[str | None, "hub: configuration name"] = None
     split: Annotated[str, "hub: split"] = "train"
     revision: Annotated[str | None, "hub: revision"] = None
+    streaming: Annotated[bool, "hub: read the first `limit` rows of a seeded shuffle, without a download"] = False
     name: Annotated[str | None, "label in tables; default: made from the above"] = None
     limit: Annotated[int | None, "at most this many documents, chosen by seeded hash", Gt(0)] = None
+    weight: Annotated[
+        float | None, "share of the mix, relative to the other weighted sources; what is too much is left out", Gt(0)
+    ] = None
     samples: Annotated[int, "answers per prompt when answers.by is target", Ge(1)] = 1
     words: Annotated[int, "plain text: words of the prompt that the target continues", Ge(1)] = 48
+
+
+@dataclass
+class LearnConfig:
+    """Which of the assistant's words bear loss. The generation prompt never does."""
+
+    thinking: Annotated[bool, "its reasoning, where the chat template keeps it"] = True
+    tool_calls: Annotated[bool, "its tool calls"] = True
+    last_turn: Annotated[bool, "only its last turn"] = False
 
 
 @dataclass
@@ -51,6 +69,17 @@ class CorpusConfig:
     held_out: Annotated[float, "share of documents kept for evaluation, by document hash", Ge(0), Le(0.9)] = 0.1
     max_length: Annotated[int, "longest document in tokens; longer prompts are skipped and counted", Gt(8)] = 1024
     system: Annotated[str | None, "a system prompt put before each chat that has none"] = None
+    template: Annotated[dict[str, Any], "arguments of the chat template, such as {enable_thinking: false}"] = field(
+        default_factory=dict
+    )
+    learn: Annotated[LearnConfig, "which of the corpus's own answers bear loss"] = field(default_factory=LearnConfig)
+    near_duplicates: Annotated[
+        float | None,
+        "drop documents whose words (in runs of five) overlap an earlier one's by this share; needs datasketch",
+        Gt(0),
+        Le(1),
+    ] = None
+    strict: Annotated[bool, "stop at the first row that cannot be used, instead of listing it"] = False
 
 
 @dataclass
@@ -59,8 +88,27 @@ class AnswersConfig:
 
     by: Annotated[Literal["target", "corpus"], "target: the model answers the prompts itself (on-policy)"] = "target"
     max_new_tokens: Annotated[int, "longest answer; tiny models loop when it is long", Gt(0)] = 96
+    turns: Annotated[int | None, "assistant turns of a chat that are answered anew; null: all", Ge(1)] = None
     temperature: Annotated[float, "of every answer but a prompt's first, which is greedy", Ge(0)] = 0.7
     top_p: Annotated[float, "nucleus of the sampled answers", Gt(0), Le(1)] = 0.95
+    top_k: Annotated[int | None, "most likely tokens among which an answer is sampled; null: all", Gt(0)] = None
+
+
+@dataclass
+class RegenerateConfig:
+    """`headwright regenerate`: chats rewritten by the target as text, in process or by OpenAI-compatible servers."""
+
+    urls: Annotated[list[str], "servers, such as http://localhost:8000/v1; none: in process"] = field(
+        default_factory=list
+    )
+    model: Annotated[str | None, "the model's name at the servers; default: target.model"] = None
+    api_key_env: Annotated[str, "environment variable that holds the servers' key"] = "OPENAI_API_KEY"
+    concurrency: Annotated[int, "requests in flight, per server", Gt(0)] = 32
+    requests_per_minute: Annotated[int | None, "at most this many over all servers", Gt(0)] = None
+    retries: Annotated[int, "attempts after the first, with growing pauses", Ge(0)] = 6
+    timeout: Annotated[float, "seconds for one request", Gt(0)] = 300.0
+    rows: Annotated[int, "in process: chats per batch", Gt(0)] = 32
+    head: Annotated[str | None, "in process: a trained head; answers are then drafted, one chat at a time"] = None
 
 
 @dataclass
@@ -71,8 +119,17 @@ class HarvestConfig:
         list[int] | Literal["auto"],
         "states of the residual stream, tap i = after i layers; auto: (2, L//2, L-3)",
     ] = "auto"
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], "of the stored features"] = "bfloat16"
-    documents_per_shard: Annotated[int, "one batch of the target, one shard, one unit of work", Gt(0)] = 48
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8", "fp8-taps"],
+        "of the stored features; fp8: e4m3 with a scale per row (fp8-taps: the last state stays bfloat16)",
+    ] = "bfloat16"
+    features: Annotated[
+        Literal["stored", "live", "hybrid"],
+        "stored: before training, on disk; live: by the target during training; hybrid: live once, kept on disk",
+    ] = "stored"
+    tokens_per_batch: Annotated[int, "tokens of one batch of the target, answers included", Gt(0)] = 16384
+    shard_mib: Annotated[float, "size of a shard, the unit of work that a killed harvest loses", Gt(0)] = 256
+    check_disk: Annotated[bool, "refuse to start when the features may not fit the disk"] = True
 
 
 @dataclass
@@ -81,6 +138,10 @@ class VocabConfig:
 
     size: Annotated[int | None, "most frequent response tokens to keep; null: the full vocabulary", Gt(0)] = 32000
     coverage: Annotated[Fraction, "warn when less of the held-out response tokens is inside"] = 0.9
+    pin_bytes: Annotated[bool, "always keep the pieces that spell single bytes, so that any text can be said"] = True
+    quotas: Annotated[
+        dict[str, Fraction], "share of the places for a script (Cyrillic, Latin, Han, …) or a source's name"
+    ] = field(default_factory=dict)
 
 
 @dataclass
@@ -98,6 +159,7 @@ class TrainConfig:
     epochs: Annotated[float, "passes over the features", Gt(0)] = 4
     tokens_per_batch: Annotated[int, "packed tokens per micro-batch and process", Gt(0)] = 2048
     accumulate: Annotated[int, "micro-batches per optimizer step", Ge(1)] = 1
+    workers: Annotated[int, "threads that read features ahead of the training step", Ge(1)] = 2
     lr: Annotated[float, "peak learning rate", Gt(0)] = 1e-4
     betas: Annotated[tuple[float, float], "AdamW"] = (0.9, 0.95)
     weight_decay: Annotated[float, "AdamW", Ge(0)] = 0.0
@@ -159,6 +221,7 @@ class RunConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     harvest: HarvestConfig = field(default_factory=HarvestConfig)
     vocab: VocabConfig = field(default_factory=VocabConfig)
     head: Annotated[Any, "kind, and the keys of heads/<kind>.py"] = None

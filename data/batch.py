@@ -35,6 +35,27 @@ class DocumentFeatures:
 
 
 @dataclass
+class Answer:
+    """The response tokens of one document. argmax[j]: the target's most likely token in place of ids[j]; -1: not known."""
+
+    source: str
+    ids: Tensor
+    argmax: Tensor
+
+    def part(self, start: int, end: int) -> "Answer":
+        """Some of its tokens."""
+        return Answer(self.source, self.ids[start:end], self.argmax[start:end])
+
+
+def answer_of(source: str, ids_T: Tensor, mask_T: Tensor, argmax_R: Tensor | None) -> Answer:
+    """The response tokens of a document."""
+    chosen_T = torch.full_like(ids_T, -1)
+    if argmax_R is not None:
+        chosen_T[last_rows(mask_T) + 1] = argmax_R
+    return Answer(source, ids_T[mask_T], chosen_T[mask_T])
+
+
+@dataclass
 class FeatureBatch:
     """Documents packed behind each other without padding. segment_T numbers them; position_T restarts in each."""
 

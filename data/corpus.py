@@ -1,34 +1,40 @@
-"""Domain text → documents → token ids and the mask of what the head learns.
+"""Domain text → documents: read, checked, mixed, rid of duplicates, and split into training and held-out ones.
 
-Masks come from the tokenizer's own chat template, rendered turn by turn, and from token offsets: no regular expressions
-and no knowledge of any template. T tokens of one document.
+Documents lie on disk (spool.py); memory holds their hashes only, so that a corpus may be of any length.
 """
 
 import json
 import math
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import numpy as np
 import xxhash
 
-from headwright.configs import UserError, reason
+from headwright.configs import UserError
 from headwright.configs.console import say
 from headwright.configs.schema import CorpusConfig, Source
-from headwright.data.demo import check_demo, demo_rows
+from headwright.data.chat import Encoded, Renderer, clean
+from headwright.data.demo import check_demo
+from headwright.data.sources import Malformed, Row, matching, source_rows
+from headwright.data.spool import Spool, View
 
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant"}
+KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
+REASONING = ("reasoning_content", "reasoning", "thinking")
 PIECE = 2000  # characters of plain text per document, at most
-PROBE = "\ue000"  # private use: no text holds it
+SHINGLE = 5  # words in a row, for near-duplicates
+SHOWN = 5  # skipped rows that are printed; all of them are listed
 
 
 @dataclass(frozen=True)
 class Document:
-    """One chat (messages) or one piece of plain text (text), and where it came from."""
+    """One chat (messages), one piece of plain text (text), or given tokens (ids and mask), and where it came from."""
 
     key: str
     source: str
@@ -37,6 +43,9 @@ class Document:
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     words: int = 0
+    tools: list[Any] | None = None
+    ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
 
     def opening(self) -> str:
         """Plain text: its first `words` words, spaced as they are."""
@@ -44,57 +53,107 @@ class Document:
         return self.text[: words[min(self.words, len(words)) - 1].end()]
 
     @property
+    def rounds(self) -> list[list[dict[str, Any]]]:
+        """What stands before each answer that the target is to give: the turns since its last one.
+
+        An assistant's tool calls are kept as they are, since the tools' replies that follow belong to them.
+        """
+        found: list[list[dict[str, Any]]] = []
+        waiting: list[dict[str, Any]] = []
+        asked = False
+        for turn in self.messages:
+            asked = asked or turn["role"] == "user"
+            if turn["role"] != "assistant" or turn.get("tool_calls") or not asked:
+                waiting.append(turn)
+            elif waiting:
+                found.append(waiting)
+                waiting = []
+        open_end = waiting and waiting[-1]["role"] not in ("system", "developer", "assistant")
+        return [*found, waiting] if open_end else found
+
+    @property
     def prompt(self) -> list[dict[str, Any]]:
         """The turns before the first answer."""
-        turns = list(self.messages)
-        ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        return turns[: ends[0]] if ends else turns
+        return self.rounds[0] if self.rounds else []
+
+    @property
+    def words_of(self) -> list[str]:
+        """All its words."""
+        return (self.text or " ".join(turn["content"] for turn in self.messages)).split()
+
+
+def decode_document(raw: dict[str, Any]) -> Document:
+    """A document out of the spool."""
+    tuples = {key: tuple(raw[key]) for key in ("messages", "ids", "mask")}
+    return Document(**(raw | tuples))
 
 
 @dataclass
-class Encoded:
-    """Token ids of a document, and which of them the head learns to predict."""
+class Skipped:
+    """What was left out and why: counted, the first few shown, every one kept with its place."""
 
-    ids: list[int]
-    mask: list[bool]
+    strict: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    rows: Spool[list[str]] | None = None
+
+    def add(self, what: str, place: str, why: str) -> None:
+        """Note one. Raises UserError if the user wants none skipped."""
+        if self.strict:
+            raise UserError(f"{place}: {why} (corpus.strict)")
+        self.counts[what] += 1
+        if self.counts[what] <= SHOWN:
+            say(f"skipped {place}: {why}")
+        if self.rows is not None:
+            self.rows.append([place, what, why])
+
+    def lines(self) -> Iterator[str]:
+        """skipped.jsonl, line by line."""
+        for place, what, why in self.rows or ():
+            yield json.dumps({"place": place, "what": what, "why": why}) + "\n"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {what}" for what, count in self.counts.items()) or "nothing was skipped"
 
 
 @dataclass
 class Corpus:
     """Documents, split by their own hash."""
 
-    train: list[Document]
-    held_out: list[Document]
-    skipped: Counter[str]
+    train: Sequence[Document] | View[Document]
+    held_out: Sequence[Document] | View[Document]
+    skipped: Skipped
 
 
-def read_corpus(config: CorpusConfig, seed: int) -> Corpus:
-    """All sources, duplicates dropped, split into training and held-out documents.
+def read_corpus(config: CorpusConfig, seed: int, folder: Path | None = None) -> Corpus:
+    """All sources, duplicates dropped, mixed by weight, split into training and held-out documents.
 
     A document's side depends on its first user turn and the seed alone, so that no prompt is ever on both, whatever
-    source it comes from. Raises UserError for an empty corpus.
+    source it comes from. `folder` is where the documents lie meanwhile. Raises UserError for an empty corpus.
     """
     check_sources(config.sources)
-    corpus = Corpus([], [], Counter())
-    seen: set[str] = set()
-    for source in config.sources:
-        documents = limited(list(read_source(source, config.system, corpus.skipped)), source.limit, seed)
-        if not documents:
-            raise UserError(f"corpus source {label(source)}: no usable document in it ({describe(corpus.skipped)})")
-        for document in documents:
-            if document.key in seen:
-                corpus.skipped["duplicates"] += 1
-                continue
-            seen.add(document.key)
-            side = corpus.held_out if rank_of(document.key, seed) < config.held_out else corpus.train
-            side.append(document)
-    if not corpus.train:
+    skipped = Skipped(config.strict, rows=Spool(folder, list, list))
+    spool: Spool[Document] = Spool(folder, asdict, decode_document)
+    ranks, owners = array("d"), array("H")
+    unique = make_filter(config.near_duplicates, skipped)
+    for number, source in enumerate(config.sources):
+        before = len(spool)
+        for document in limited(read_source(source, config.system, skipped, seed), source.limit, seed, folder):
+            if unique(document):
+                spool.append(document)
+                ranks.append(rank_of(document.key, seed))
+                owners.append(number)
+        if len(spool) == before and not skipped.counts["duplicates"]:
+            raise UserError(f"corpus source {label(source)}: no usable document in it ({skipped})")
+    chosen = weighted(config.sources, np.array(ranks), np.array(owners, dtype=np.int64))
+    train = View(spool, [number for number in chosen if ranks[number] >= config.held_out])
+    held_out = View(spool, [number for number in chosen if ranks[number] < config.held_out])
+    if not train:
         raise UserError("corpus: every document was held out; lower corpus.held_out or add text")
-    if not corpus.held_out:
+    if not held_out:
         raise UserError(
             "corpus: no document was held out, so nothing could be measured; raise corpus.held_out or add text"
         )
-    return corpus
+    return Corpus(train, held_out, skipped)
 
 
 def check_sources(sources: Sequence[Source]) -> None:
@@ -103,14 +162,11 @@ def check_sources(sources: Sequence[Source]) -> None:
         raise UserError("corpus.sources is empty: name at least one demo set, path or hub data set")
     for source in sources:
         if source.path:
-            check_path(Path(source.path).expanduser())
+            matching(source.path)
         if source.demo:
             check_demo(source.demo)
-
-
-def describe(skipped: Counter[str]) -> str:
-    """What was left out, in words."""
-    return ", ".join(f"{count} {what}" for what, count in skipped.items()) or "nothing was skipped"
+        if source.streaming and not source.limit:
+            raise UserError(f"corpus source {label(source)}: streaming needs a limit: how many rows are to be read?")
 
 
 def rank_of(key: str, seed: int) -> float:
@@ -118,31 +174,95 @@ def rank_of(key: str, seed: int) -> float:
     return xxhash.xxh64_intdigest(key.encode(), seed=seed) / 2**64
 
 
-def limited(documents: list[Document], limit: int | None, seed: int) -> list[Document]:
+def limited(
+    documents: Iterator[Document], limit: int | None, seed: int, folder: Path | None = None
+) -> Iterator[Document]:
     """At most `limit` documents: the lowest hashes, in the source's order."""
-    if limit is None or len(documents) <= limit:
-        return documents
-    chosen = set(sorted((d.key for d in documents), key=lambda key: rank_of(key, seed + 1))[:limit])
-    return [document for document in documents if document.key in chosen]
+    if limit is None:
+        yield from documents
+        return
+    spool: Spool[Document] = Spool(folder, asdict, decode_document)
+    ranks: dict[str, float] = {}
+    for document in documents:
+        spool.append(document)
+        ranks.setdefault(document.key, rank_of(document.key, seed + 1))
+    chosen = set(sorted(ranks, key=ranks.__getitem__)[:limit])
+    for document in spool:
+        if document.key in chosen:
+            yield document
+
+
+def weighted(sources: Sequence[Source], ranks: np.ndarray, owners: np.ndarray) -> list[int]:
+    """Numbers of the documents that stay when the weighted sources are cut to their shares, lowest hashes first."""
+    counts = np.bincount(owners, minlength=len(sources))
+    weights = {number: source.weight for number, source in enumerate(sources) if source.weight}
+    scale = min((counts[number] / weight for number, weight in weights.items() if counts[number]), default=0.0)
+    stays = np.ones(len(owners), dtype=bool)
+    for number, weight in weights.items():
+        mine = np.flatnonzero(owners == number)
+        keep = max(1, round(weight * scale)) if len(mine) else 0
+        stays[mine[np.argsort(ranks[mine], kind="stable")[keep:]]] = False
+    return np.flatnonzero(stays).tolist()
+
+
+def make_filter(threshold: float | None, skipped: Skipped) -> Any:
+    """A function that says whether a document is new. Exact duplicates have the same prompt; near ones share its words."""
+    seen: set[int] = set()
+    near = near_filter(threshold) if threshold else None
+
+    def unique(document: Document) -> bool:
+        number = int(document.key, 16)
+        if number in seen:
+            skipped.counts["duplicates"] += 1
+            return False
+        seen.add(number)
+        if near is not None and not near(document):
+            skipped.counts["near-duplicates"] += 1
+            return False
+        return True
+
+    return unique
+
+
+def near_filter(threshold: float) -> Any:
+    """MinHash with locality-sensitive hashing over runs of five words (datasketch)."""
+    try:
+        from datasketch import MinHash, MinHashLSH
+    except ImportError:
+        raise UserError("corpus.near_duplicates needs a package: pip install datasketch") from None
+    index = MinHashLSH(threshold=threshold, num_perm=128)
+
+    def unique(document: Document) -> bool:
+        words = document.words_of or [str(token) for token in document.ids]
+        runs = {" ".join(words[start : start + SHINGLE]) for start in range(max(1, len(words) - SHINGLE + 1))}
+        sketch = MinHash(num_perm=128, seed=1)
+        sketch.update_batch([run.encode("utf-8", "replace") for run in runs])
+        if index.query(sketch):
+            return False
+        index.insert(document.key, sketch)
+        return True
+
+    return unique
 
 
 def label(source: Source) -> str:
-    """The source's name in tables."""
-    return source.name or source.demo or source.hub or Path(str(source.path)).stem
+    """The source's name in tables: its own, or a file's without its endings, or the folder's where many are named."""
+    path = Path(str(source.path))
+    if any(mark in path.name for mark in "*?["):
+        path = path.parent
+    return source.name or source.demo or source.hub or path.name.split(".")[0] or "files"
 
 
-def read_source(source: Source, system: str | None, skipped: Counter[str]) -> Iterator[Document]:
+def read_source(source: Source, system: str | None, skipped: Skipped, seed: int = 0) -> Iterator[Document]:
     """The usable documents of one source; malformed rows are reported with their place and counted."""
-    for place, row in pieces(source_rows(source)):
+    for place, row in pieces(source_rows(source, seed)):
         try:
             yield make_document(row, source, place, system)
         except ValueError as error:
-            skipped["malformed rows"] += 1
-            if skipped["malformed rows"] <= 5:
-                say(f"skipped {place}: {error}")
+            skipped.add("malformed rows", place, str(error))
 
 
-def pieces(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def pieces(rows: Iterator[Row]) -> Iterator[Row]:
     """Long texts cut into parts of about equal length, at white space; everything else as it is."""
     for place, row in rows:
         text = row.get("text") if isinstance(row, dict) else None
@@ -158,222 +278,169 @@ def pieces(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             start = end
 
 
-def source_rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """(place, row) of a source."""
-    if source.demo:
-        return demo_rows(source.demo)
-    return file_rows(Path(source.path).expanduser()) if source.path else hub_rows(source)
-
-
-def check_path(path: Path) -> None:
-    """A local source must exist and be of a kind that is read."""
-    if not path.is_file():
-        raise UserError(f"corpus path {path}: no such file")
-    if path.suffix not in (".jsonl", ".txt"):
-        raise UserError(f"corpus path {path}: expected .jsonl (chats) or .txt (plain text)")
-
-
-def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a .jsonl file, or pieces of a .txt file."""
-    if path.suffix == ".txt":
-        yield str(path), {"text": path.read_text(encoding="utf-8-sig", errors="replace")}
-        return
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{path}:{number}", parse_line(line)
-
-
-def parse_line(line: str) -> Any:
-    """A JSON value, or None: the row is then reported as malformed where it is used."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """Rows of a hub data set, through `datasets`."""
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
-    except Exception as error:  # datasets raises many kinds: no network, no such set, a gated one
-        raise UserError(f"corpus hub {source.hub}: {reason(error)}") from None
-    for number, row in enumerate(rows):
-        yield f"{source.hub}[{number}]", row
-
-
 def make_document(row: Any, source: Source, place: str, system: str | None) -> Document:
     """A row in any of the known forms. Raises ValueError with what is wrong."""
+    if isinstance(row, Malformed):
+        raise row
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    if "text" in row and "messages" not in row:
-        text = row["text"]
-        if not isinstance(text, str) or len(text.split()) < 2 * source.words:
-            raise ValueError("text is missing or shorter than two prompts")
-        key = xxhash.xxh64_hexdigest(text.encode("utf-8", "replace"))
-        return Document(key, label(source), place, source.samples, text=text, words=source.words)
+    if "input_ids" in row:
+        return make_tokens(row, source, place)
+    if row.get("text") is not None and not row.get("messages"):
+        return make_text(row["text"], source, place)
     messages = read_messages(row)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     first = next((turn["content"] for turn in messages if turn["role"] == "user"), None)
     if first is None:
         raise ValueError("no user turn")
-    key = xxhash.xxh64_hexdigest(" ".join(first.split()).encode("utf-8", "replace"))
-    return Document(key, label(source), place, source.samples, tuple(messages))
+    try:
+        clean(json.dumps(messages, ensure_ascii=False))
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate: half of a character that no tokenizer takes") from None
+    tools = row.get("tools")
+    return Document(
+        hash_of(" ".join(first.split())),
+        label(source),
+        place,
+        source.samples,
+        tuple(messages),
+        tools=tools if isinstance(tools, list) and tools else None,
+    )
+
+
+def make_text(text: Any, source: Source, place: str) -> Document:
+    """A piece of plain text."""
+    if not isinstance(text, str) or len(text.split()) < 2 * source.words:
+        raise ValueError("text is missing or shorter than two prompts")
+    return Document(hash_of(clean(text)), label(source), place, source.samples, text=text, words=source.words)
+
+
+def make_tokens(row: dict[str, Any], source: Source, place: str) -> Document:
+    """Tokens and mask as they are given."""
+    ids, mask = row["input_ids"], next((row[key] for key in ("loss_mask", "mask", "labels_mask") if key in row), None)
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError("input_ids is not a list of token ids")
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(on in (0, 1) for on in mask):
+        raise ValueError(f"loss_mask is not a list of {len(ids)} zeros and ones, one for each of input_ids")
+    if not any(mask) or mask[0]:
+        raise ValueError("loss_mask leaves nothing to learn, or learns the first token, which has no prompt")
+    prompt = ids[: mask.index(1)]
+    return Document(
+        hash_of(str(prompt)), label(source), place, source.samples, ids=tuple(ids), mask=tuple(map(bool, mask))
+    )
+
+
+def hash_of(text: str) -> str:
+    """A document's key."""
+    return xxhash.xxh64_hexdigest(text.encode("utf-8", "replace"))
 
 
 def read_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """`messages` (role, content), `conversations` (from, value), `prompt` with `response`, or `turns`."""
+    """`messages` (role, content), `conversations` (from, value), `prompt` with `response`, or `turns` (all the user's)."""
     if "messages" in row or "conversations" in row:
         turns = row.get("messages") or row.get("conversations")
         if not isinstance(turns, list) or not turns:
             raise ValueError("messages is empty")
         return [read_turn(turn) for turn in turns]
     several = row.get("turns")
-    first = several[0] if isinstance(several, list) and several else None
-    asked = row.get("prompt") or row.get("question") or first
+    if isinstance(several, list) and several and all(isinstance(turn, str) and turn.strip() for turn in several):
+        return [{"role": "user", "content": turn} for turn in several]
+    asked = row.get("prompt") or row.get("question")
     answer = row.get("response") or row.get("completion") or row.get("answer")
     if not isinstance(asked, str) or not asked.strip():
-        raise ValueError(f"no messages, conversations, prompt, turns or text among the keys {sorted(row)[:8]}")
+        raise ValueError(
+            f"no messages, conversations, prompt, turns or text among the keys {sorted(map(str, row))[:8]}"
+        )
     turns = [{"role": "user", "content": asked}]
     return [*turns, {"role": "assistant", "content": answer}] if isinstance(answer, str) else turns
 
 
 def read_turn(turn: Any) -> dict[str, Any]:
-    """One message with the standard keys."""
+    """One message with the standard keys: role, content, and where present reasoning_content, tool_calls, name."""
     if not isinstance(turn, dict):
         raise ValueError("a message is not an object")
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if not isinstance(role, str) or not isinstance(content, str):
+    role = turn.get("role") or turn.get("from")
+    if not isinstance(role, str):
         raise ValueError("a message lacks role or content")
-    return {"role": ROLES.get(role, role), "content": content}
+    role = ROLES.get(role, role)
+    if role not in KNOWN_ROLES:
+        raise ValueError(f"unknown role {role!r}: expected one of {', '.join(sorted(KNOWN_ROLES))}")
+    calls = turn.get("tool_calls") or None
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    thoughts = next((turn[key] for key in REASONING if isinstance(turn.get(key), str) and turn[key].strip()), None)
+    if isinstance(content, list):
+        content, thoughts = read_parts(content, thoughts)
+    if content is None and role == "assistant" and (calls or thoughts):
+        content = ""
+    if not isinstance(content, str):
+        raise ValueError("a message lacks role or content")
+    if role == "user" and not content.strip():
+        raise ValueError("a user's message is empty")
+    read = {"role": role, "content": content}
+    extras = {
+        "reasoning_content": thoughts if role == "assistant" else None,
+        "tool_calls": read_calls(calls) if role == "assistant" and calls else None,
+        "name": turn.get("name"),
+        "tool_call_id": turn.get("tool_call_id"),
+    }
+    return read | {key: value for key, value in extras.items() if value is not None}
 
 
-def encode_prompt(document: Document, tokenizer: Any) -> list[int]:
+def read_parts(parts: list[Any], thoughts: str | None) -> tuple[str, str | None]:
+    """Content given as typed parts: its text, and its reasoning."""
+    words: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        said = part.get("text") or part.get("thinking") or part.get("reasoning") if kind else None
+        if kind not in ("text", "thinking", "reasoning") or not isinstance(said, str):
+            raise ValueError(f"a content part of type {kind!r}: only text and reasoning are read")
+        if kind == "text":
+            words.append(said)
+        else:
+            thoughts = said if thoughts is None else thoughts + said
+    return "".join(words), thoughts
+
+
+def read_calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what chat templates expect; servers send them as text."""
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls is not a list")
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("a tool call has no function name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                raise ValueError("a tool call's arguments are not JSON") from None
+        named = {"name": function["name"], "arguments": arguments}
+        read.append({"type": "function", "function": named} | ({"id": call["id"]} if call.get("id") else {}))
+    return read
+
+
+def encode_prompt(document: Document, renderer: Renderer) -> list[int]:
     """The ids after which the target answers: turns and generation prompt, or the beginning of a text."""
+    if document.ids:
+        return list(document.ids[: document.mask.index(True)])
     if document.text:
-        return tokenizer(clean(document.opening()))["input_ids"]
-    require_template(tokenizer)
+        return renderer.tokenizer(clean(document.opening()))["input_ids"]
     if not any(turn["role"] == "user" for turn in document.prompt):
         raise ValueError("the assistant speaks first: there is no prompt")
-    return render_ids(tokenizer, document.prompt, add_generation_prompt=True)
+    return renderer.prompt_ids(document.prompt, document.tools)
 
 
-def require_template(tokenizer: Any) -> None:
-    """Chats need a chat template."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("the target's tokenizer has no chat template: use plain text sources, or an instruct model")
-
-
-def encode_document(document: Document, tokenizer: Any) -> Encoded:
+def encode_document(document: Document, renderer: Renderer) -> Encoded:
     """The document as it stands, for training on the corpus's own answers.
 
     Raises ValueError where there is nothing to learn or the mask cannot be trusted.
     """
+    if document.ids:
+        return Encoded(list(document.ids), list(document.mask))
     if document.text:
-        ids = tokenizer(clean(document.text))["input_ids"]
+        ids = renderer.tokenizer(clean(document.text))["input_ids"]
         return Encoded(ids, [index > 0 for index in range(len(ids))])
-    require_template(tokenizer)
-    return encode_chat(list(document.messages), tokenizer)
-
-
-def encode_chat(messages: list[dict[str, Any]], tokenizer: Any) -> Encoded:
-    """Ids of a whole chat; the mask covers each assistant turn and the token that ends it.
-
-    Raises ValueError when there is no assistant turn, or when the template rewrites earlier turns so that a turn's
-    place in the whole cannot be known.
-    """
-    spans = answer_spans(messages, tokenizer)
-    if not spans:
-        raise ValueError("no assistant turn with content")
-    whole = render(tokenizer, messages)
-    if not tokenizer.is_fast:
-        raise UserError("the target's tokenizer gives no token offsets (not a fast one): use answers.by: target")
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    mask = [any(start <= left and right <= end and right > left for start, end in spans) for left, right in offsets]
-    mask = add_turn_ends(ids, mask, offsets, spans, set(tokenizer.all_special_ids), whole)
-    check_round_trip(ids, mask, messages, tokenizer)
-    return Encoded(ids, mask)
-
-
-def answer_spans(messages: list[dict[str, Any]], tokenizer: Any) -> list[tuple[int, int]]:
-    """Character spans [start, end) of the assistant turns' contents in the rendered chat."""
-    whole = render(tokenizer, messages)
-    spans = []
-    for index, turn in enumerate(messages):
-        content = turn["content"].strip()
-        if turn["role"] != "assistant" or not content:
-            continue
-        before = text_before(messages, index, tokenizer)
-        if not whole.startswith(before):
-            raise ValueError(
-                f"turn {index}: the chat template rewrites earlier turns, so its place in the whole chat is not known"
-            )
-        start = len(before) + len(whole[len(before) :]) - len(whole[len(before) :].lstrip())
-        if not whole.startswith(content, start):
-            raise ValueError(f"turn {index}: the chat template changes the answer's text")
-        spans.append((start, start + len(content)))
-    return spans
-
-
-def text_before(messages: list[dict[str, Any]], index: int, tokenizer: Any) -> str:
-    """What the template writes before the content of turn `index`, found by rendering that turn with a probe in its place.
-
-    The generation prompt would not do: a template may ignore it, or end it differently from the turn itself.
-    """
-    turns = [*messages[:index], {**messages[index], "content": PROBE}]
-    before, found, _ = render(tokenizer, turns).rpartition(PROBE)
-    if not found:
-        raise ValueError(f"turn {index}: the chat template leaves the answer out")
-    return before
-
-
-def add_turn_ends(
-    ids: list[int],
-    mask: list[bool],
-    offsets: list[tuple[int, int]],
-    spans: list[tuple[int, int]],
-    special: set[int],
-    whole: str,
-) -> list[bool]:
-    """Add to each answer the special token that ends it: the target must say that one, too."""
-    mask = list(mask)
-    for start, end in spans:
-        inside = [index for index, (left, right) in enumerate(offsets) if left < end and right > start]
-        after = inside[-1] + 1
-        while after < len(ids) and ids[after] not in special and not whole[slice(*offsets[after])].strip():
-            after += 1  # white space that the template keeps between the answer and its end
-        if after < len(ids) and ids[after] in special:
-            mask[after] = True
-    return mask
-
-
-def check_round_trip(ids: list[int], mask: list[bool], messages: list[dict[str, Any]], tokenizer: Any) -> None:
-    """The masked tokens must decode to the assistant's texts, or nothing that is learned can be trusted."""
-    special = set(tokenizer.all_special_ids)
-    said = tokenizer.decode([token for token, on in zip(ids, mask) if on and token not in special])
-    meant = "".join(turn["content"].strip() for turn in messages if turn["role"] == "assistant")
-    if "".join(said.split()) != "".join(meant.split()):
-        raise ValueError("the masked tokens do not decode to the assistant's text")
-
-
-def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
-    """The chat template's text."""
-    try:
-        return clean(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses the chat: {error}") from None
-
-
-def clean(text: str) -> str:
-    """The text itself. Raises ValueError (as UnicodeEncodeError) where it cannot be encoded: lone surrogates."""
-    text.encode("utf-8")
-    return text
-
-
-def render_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    """The chat template's text as ids. The template writes its special tokens itself."""
-    return tokenizer(render(tokenizer, messages, **options), add_special_tokens=False)["input_ids"]
+    return renderer.encode(document.messages, document.tools)

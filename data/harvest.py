@@ -1,17 +1,18 @@
 """Corpus → target → feature store. Runnable: `accelerate launch data/harvest.py --config …` or `headwright harvest`.
 
-Work is cut into units of a few documents; each unit becomes one shard, whole or absent. Any number of processes share
-the units; a harvest that was killed continues with those that are missing.
+Work is cut into units; each unit becomes one shard, whole or absent. Any number of processes share the units; a harvest
+that was killed continues with those that are missing.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
-import xxhash
 from accelerate import PartialState
 
 from headwright.configs import RunConfig, UserError, dump
@@ -19,38 +20,26 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, progress, say, size, table
 from headwright.configs.schema import Source
 from headwright.data.batch import DocumentFeatures
-from headwright.data.corpus import (
-    Corpus,
-    Document,
-    check_sources,
-    describe,
-    encode_document,
-    encode_prompt,
-    read_corpus,
-)
+from headwright.data.chat import Renderer
+from headwright.data.conversation import Talk, converse
+from headwright.data.corpus import Corpus, Document, Skipped, check_sources, read_corpus
 from headwright.data.demo import SETS, check_embedded
-from headwright.data.regenerate import Question, answer, read_documents
-from headwright.data.sampling import Policy
-from headwright.data.store import DTYPES, FeatureWriter, Manifest, read_manifest, sweep, write_text
+from headwright.data.generate import read_documents
+from headwright.data.jobs import Job, Jobs, check_ids, collect_jobs, policy_of, seed_of
+from headwright.data.store import (
+    DTYPES,
+    FeatureWriter,
+    Manifest,
+    read_manifest,
+    refuse_full_disk,
+    replace_with,
+    sweep,
+    write_text,
+)
 from headwright.data.target import Target, choose_taps, locate
 
 SECTIONS = ("target", "corpus", "answers", "harvest")
 ABOUT = "Run the target over the corpus and store its hidden states."
-
-
-@dataclass
-class Job:
-    """One document to harvest: a question for the target, or a text as it stands."""
-
-    document: Document
-    ids: list[int]
-    mask: list[bool] | None = None
-    sample: int = 0
-
-    def note(self) -> dict[str, Any]:
-        """What the store remembers of it."""
-        place = self.document
-        return {"key": place.key, "source": place.source, "place": place.place, "sample": self.sample}
 
 
 def store_path(run: RunConfig, side: str) -> Path:
@@ -59,26 +48,56 @@ def store_path(run: RunConfig, side: str) -> Path:
 
 
 def harvest(run: RunConfig, dry_run: bool = False) -> None:
-    """Both sides of the corpus, each into its own store."""
+    """Both sides of the corpus, each into its own store. With live features the training side is left to training."""
     if dry_run:
         check_offline(run)
         return
     state = PartialState(cpu=not torch.cuda.is_available())
-    corpus = read_corpus(run.corpus, run.seed)
+    with alone(run, state):
+        corpus = read_corpus(run.corpus, run.seed, run.directory)
+        if state.is_main_process:
+            show_corpus(corpus, run.corpus.sources)
+        target = Target.load(run.target, run.harvest.taps, state.device)
+        names = ["train", "held-out"] if run.harvest.features == "stored" else ["held-out"]
+        sides = [open_side(run, target, name, side_of(corpus, name), corpus.skipped) for name in names]
+        if run.harvest.check_disk:
+            refuse_full_disk(run.directory, sum(side.bytes for side in sides), sum(side.written() for side in sides))
+        if state.is_main_process:
+            save_config(run)  # only now: a run that the stores refuse must not change what lies beside them
+            save_skipped(run, corpus.skipped)
+        for side in sides:
+            harvest_side(run, target, side, state)
+        if state.is_main_process:
+            show_stores(run, names)
+
+
+@contextlib.contextmanager
+def alone(run: RunConfig, state: Any) -> Iterator[None]:
+    """A second launch on the same run is refused. The lock is the main process's, and dies with it."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(run.directory / ".harvest.lock", timeout=0)
     if state.is_main_process:
-        show_corpus(corpus, run.corpus.sources)
-    target = Target.load(run.target, run.harvest.taps, state.device)
-    sides = [open_side(run, target, "train", corpus.train), open_side(run, target, "held-out", corpus.held_out)]
-    save_config(run)  # only now: a run that the stores refuse must not change what lies beside them
-    for side in sides:
-        harvest_side(run, target, side, state)
-    if state.is_main_process:
-        show_stores(run)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise UserError(
+                f"{run.directory}: another harvest is at work there: let it finish, stop it, or give this run another name"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def side_of(corpus: Corpus, name: str) -> Any:
+    """The documents of a side."""
+    return corpus.train if name == "train" else corpus.held_out
 
 
 def check_offline(run: RunConfig) -> None:
     """What can be known without a network: local files and the names of embedded things."""
     check_sources(run.corpus.sources)
+    check_features(run)
     if isinstance(run.harvest.taps, list):
         choose_taps(run.harvest.taps, max([*run.harvest.taps, 0]), run.target.model)
     if run.target.model.startswith("embedded:"):
@@ -87,123 +106,154 @@ def check_offline(run: RunConfig) -> None:
         locate(run.target.model)
 
 
+def check_features(run: RunConfig) -> None:
+    """Live features are of texts that exist; an answer that is yet to be written has none."""
+    if run.harvest.features != "stored" and run.answers.by == "target":
+        raise UserError(
+            f"harvest.features is {run.harvest.features}, and answers.by is target: live features need texts. Run "
+            "headwright regenerate first, name its chats.jsonl as a corpus source, and set answers.by: corpus"
+        )
+
+
 @dataclass
 class Side:
     """One store and the work that fills it."""
 
     name: str
-    units: list[list[Job]]
+    jobs: Jobs
+    units: list[list[list[int]]]
     writer: FeatureWriter
+    bytes: int
+
+    def written(self) -> int:
+        """Bytes that are there already."""
+        return sum(path.stat().st_size for path in self.writer.root.glob("shard-*"))
 
 
-def open_side(run: RunConfig, target: Target, name: str, documents: Sequence[Document]) -> Side:
+def renderer_of(run: RunConfig, tokenizer: Any) -> Renderer:
+    """How this run renders chats."""
+    return Renderer(tokenizer, run.corpus.learn, run.corpus.template)
+
+
+def jobs_of(
+    run: RunConfig, tokenizer: Any, longest: int, name: str, documents: Any, skipped: Skipped | None = None
+) -> Jobs:
+    """The work of one side."""
+    check_features(run)
+    limit = min(run.corpus.max_length, longest)
+    skipped = skipped or Skipped()
+    return collect_jobs(run, renderer_of(run, tokenizer), limit, documents, skipped, name == "held-out", run.directory)
+
+
+def open_side(
+    run: RunConfig, target: Target, name: str, documents: Sequence[Document] | Any, skipped: Skipped | None = None
+) -> Side:
     """The work of one side. Raises UserError when its store holds something else."""
-    jobs = make_jobs(run, target, documents, held_out=name == "held-out")
-    units = cut(jobs, run.harvest.documents_per_shard)
-    return Side(name, units, FeatureWriter(store_path(run, name), make_manifest(run, target, jobs, len(units))))
+    jobs = jobs_of(run, target.tokenizer, target.spec.max_positions, name, documents, skipped)
+    check_ids(jobs, target.spec.vocab_size)
+    units = jobs.units(len(target.taps), target.spec.hidden_size)
+    writer = FeatureWriter(store_path(run, name), make_manifest(run, target, jobs, len(units)))
+    return Side(name, jobs, units, writer, jobs.bytes(len(target.taps), target.spec.hidden_size))
 
 
-def harvest_side(run: RunConfig, target: Target, side: Side, state: PartialState) -> None:
+def harvest_side(run: RunConfig, target: Target, side: Side, state: Any) -> None:
     """One store, this process's share of it. A unit belongs to the same process whatever is done already."""
-    units, writer = side.units, side.writer
+    units, missing = side.units, side.writer.missing()
     if state.num_processes == 1:
-        sweep(writer.root)  # with others at work, their scratch files are alive
-    mine = [unit for unit in writer.missing() if unit % state.num_processes == state.process_index]
-    with progress(quiet=not state.is_main_process) as bar:
-        task = bar.add_task(
-            f"harvest {side.name}", total=len(units), completed=len(units) - len(writer.missing()), note=""
-        )
+        sweep(side.writer.root)  # with others at work, their scratch files are alive
+    mine = [unit for unit in missing if unit % state.num_processes == state.process_index]
+    pace = Pace(expected(side.jobs, [units[unit] for unit in mine]))
+    with progress(quiet=not state.is_main_process) as bar, side.writer.background() as writer:
+        task = bar.add_task(f"harvest {side.name}", total=len(units), completed=len(units) - len(missing), note="")
         for unit in mine:
             started = time.perf_counter()
-            documents_done = run_unit(run, target, units[unit])
+            documents, notes = run_unit(run, target, side.jobs, units[unit])
             seconds = time.perf_counter() - started
-            writer.write(unit, documents_done, [job.note() for job in units[unit]], seconds)
-            rate = f"{sum(len(d.ids_T) for d in documents_done) / seconds:.0f} tokens/s"
-            done = len(units) - len(writer.missing())  # by all processes
-            bar.update(task, completed=done, note=rate)
-            if bar.disable:
-                say(f"harvest {side.name}: {done} of {len(units)} shards, {rate}")
-    writer.finish()
+            writer.write(unit, documents, notes, seconds)
+            pace.add(expected(side.jobs, [units[unit]]), documents, seconds)
+            done = max(side.writer.count(), len(units) - len(missing) + 1)  # by all processes
+            bar.update(task, completed=done, note=str(pace))
+            if bar.disable and state.is_main_process:
+                say(f"harvest {side.name}: {done} of {len(units)} shards, {pace}")
+    if side.writer.finish() is not None:
+        sweep(side.writer.root)
 
 
-def make_jobs(run: RunConfig, target: Target, documents: Sequence[Document], held_out: bool) -> list[Job]:
-    """What to do, sorted by length so that a unit's rows are alike. Documents that cannot be used are counted."""
-    jobs: list[Job] = []
-    skipped: dict[str, int] = {}
-    limit = min(run.corpus.max_length, target.spec.max_positions)
-    for document in documents:
-        try:
-            jobs += document_jobs(run, target, document, held_out, limit)
-        except ValueError as error:
-            reason = str(error)
-            skipped[reason] = skipped.get(reason, 0) + 1
-    for reason, count in skipped.items():
-        say(f"skipped {count} documents: {reason}")
-    if not jobs:
-        raise UserError(
-            f"harvest: no usable {'held-out' if held_out else 'training'} document; the reasons stand above"
-        )
-    return sorted(jobs, key=lambda job: (len(job.ids), job.document.key, job.sample))
+class Pace:
+    """Tokens per second, bytes so far, and the time that is left."""
+
+    def __init__(self, expected: int):
+        self.left, self.expected, self.tokens, self.seconds, self.bytes = expected, 0, 0, 0.0, 0
+
+    def add(self, expected: int, documents: Sequence[DocumentFeatures], seconds: float) -> None:
+        """Count one unit."""
+        self.left -= expected
+        self.expected += expected
+        self.seconds += seconds
+        self.tokens += sum(len(d.ids_T) for d in documents)
+        self.bytes += sum(d.taps_TKD.nbytes + d.last_RD.nbytes for d in documents)
+
+    def __str__(self) -> str:
+        left = self.left * self.seconds / max(self.expected, 1)
+        rate = self.tokens / max(self.seconds, 1e-9)
+        return f"{rate:.0f} tokens/s, {size(self.bytes)}, {duration(left)} left"
 
 
-def document_jobs(run: RunConfig, target: Target, document: Document, held_out: bool, limit: int) -> list[Job]:
-    """The jobs of one document. Raises ValueError where it cannot be used.
-
-    Held-out prompts are always answered by the target, greedily: τ is about its text, whoever wrote the training text.
-    """
-    if run.answers.by == "corpus" and not held_out:
-        encoded = encode_document(document, target.tokenizer)
-        ids, mask = encoded.ids[:limit], encoded.mask[:limit]
-        if sum(mask) < 2:
-            raise ValueError(f"no response tokens within corpus.max_length {limit}")
-        return [Job(document, ids, mask)]
-    ids = encode_prompt(document, target.tokenizer)
-    if len(ids) + run.answers.max_new_tokens > limit:
-        raise ValueError(
-            f"prompt and answer are longer than {limit} tokens (corpus.max_length, or the target's context)"
-        )
-    return [Job(document, ids, None, sample) for sample in range(1 if held_out else document.samples)]
+def expected(jobs: Jobs, units: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Tokens of some units, at most."""
+    return sum(jobs.tokens[number] for unit in units for batch in unit for number in batch)
 
 
-def cut(jobs: Sequence[Job], count: int) -> list[list[Job]]:
-    """Units of at most `count` jobs."""
-    return [list(jobs[start : start + count]) for start in range(0, len(jobs), count)]
+def run_unit(
+    run: RunConfig, target: Target, jobs: Jobs, unit: Sequence[Sequence[int]]
+) -> tuple[list[DocumentFeatures], list[dict[str, Any]]]:
+    """The features of one unit, batch by batch, and their notes."""
+    documents: list[DocumentFeatures] = []
+    notes: list[dict[str, Any]] = []
+    for batch in unit:
+        these = [jobs.spool[number] for number in batch]
+        for job, made in zip(these, run_batch(run, target, these)):
+            documents += made
+            notes += [job.note(turn) for turn in range(len(made))]
+    return documents, notes
 
 
-def run_unit(run: RunConfig, target: Target, jobs: Sequence[Job]) -> list[DocumentFeatures]:
-    """The features of one unit."""
+def run_batch(run: RunConfig, target: Target, jobs: Sequence[Job]) -> list[list[DocumentFeatures]]:
+    """The documents of each job of one batch."""
     store = DTYPES[run.harvest.dtype]
     texts = [(job.ids, job.mask) for job in jobs if job.mask is not None]
     if texts:
-        return read_documents(target, texts, store)
-    questions = [Question(job.ids, policy_of(run, job), seed_of(run, job)) for job in jobs]
-    return answer(target, questions, run.answers.max_new_tokens, store)
+        return [[document] for document in read_documents(target, texts, store)]
+    renderer = renderer_of(run, target.tokenizer)
+    longest = min(run.corpus.max_length, target.spec.max_positions)
+    talks = [
+        Talk(
+            job.document,
+            renderer,
+            policy_of(run, job.sample),
+            seed_of(run, job.document.key, job.sample),
+            longest,
+            run.answers.max_new_tokens,
+            run.answers.turns,
+        )
+        for job in jobs
+    ]
+    converse(target, talks, run.answers.max_new_tokens, store)
+    return [talk.documents for talk in talks]
 
 
-def policy_of(run: RunConfig, job: Job) -> Policy:
-    """A prompt's first answer is greedy, the others are drawn."""
-    if job.sample == 0 or run.answers.temperature == 0:
-        return Policy()
-    return Policy(run.answers.temperature, top_p=run.answers.top_p)
-
-
-def seed_of(run: RunConfig, job: Job) -> int:
-    """A seed that belongs to the document and the sample, not to the batch."""
-    return xxhash.xxh64_intdigest(f"{job.document.key}:{job.sample}".encode(), seed=run.seed) >> 1
-
-
-def make_manifest(run: RunConfig, target: Target, jobs: Sequence[Job], units: int) -> Manifest:
+def make_manifest(run: RunConfig, target: Target, jobs: Jobs, units: int) -> Manifest:
     """The manifest of a store that is about to be filled."""
-    content = xxhash.xxh64()
-    for job in jobs:
-        content.update(f"{job.document.key}:{job.sample}:{job.ids}:{job.mask}".encode())
     identity = {
         "target": target.spec.fingerprint,
         "template": target.spec.template_hash,
+        "template arguments": run.corpus.template,
         "taps": list(target.taps),
-        "corpus": content.hexdigest(),
+        "learn": asdict(run.corpus.learn),
         "answers": asdict(run.answers),
-        "documents_per_shard": run.harvest.documents_per_shard,
+        "corpus": jobs.content.hexdigest(),
+        "tokens_per_batch": run.harvest.tokens_per_batch,
+        "shard_mib": run.harvest.shard_mib,
         "dtype": run.harvest.dtype,
         "seed": run.seed,
     }
@@ -216,25 +266,39 @@ def save_config(run: RunConfig) -> None:
     write_text(run.directory / "config.yaml", dump(run))
 
 
+def save_skipped(run: RunConfig, skipped: Skipped) -> None:
+    """Every row and document that was left out, with its place and the reason."""
+    path = run.directory / "skipped.jsonl"
+
+    def write(scratch: Path) -> None:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.writelines(skipped.lines())
+
+    replace_with(path, write)
+    if skipped.counts:
+        say(f"left out: {skipped} (listed in {path})")
+
+
 def show_corpus(corpus: Corpus, sources: Sequence[Source]) -> None:
     """Documents by source and side."""
-    names = dict.fromkeys(d.source for d in [*corpus.train, *corpus.held_out])
-    rows = []
-    for name in names:
-        train = [d for d in corpus.train if d.source == name]
-        rows.append((name, len(train), sum(d.samples for d in train), sum(d.source == name for d in corpus.held_out)))
+    counts: dict[str, list[int]] = {}
+    for document in corpus.train:
+        row = counts.setdefault(document.source, [0, 0, 0])
+        row[0] += 1
+        row[1] += document.samples
+    for document in corpus.held_out:
+        counts.setdefault(document.source, [0, 0, 0])[2] += 1
+    rows = [(name, *numbers) for name, numbers in counts.items()]
     table("corpus", ("source", "training documents", "answers", "held out"), rows)
     demos = [f"{source.demo} ({SETS[source.demo].licence})" for source in sources if source.demo in SETS]
     if demos:
         say(f"licences of the demo sets: {', '.join(demos)}")
-    if corpus.skipped:
-        say(f"left out: {describe(corpus.skipped)}")
 
 
-def show_stores(run: RunConfig) -> None:
+def show_stores(run: RunConfig, names: Sequence[str]) -> None:
     """What was harvested."""
     rows = []
-    for side in ("train", "held-out"):
+    for side in names:
         m = read_manifest(store_path(run, side))
         if not m.complete:
             say(f"{store_path(run, side)}: other processes are still at work")

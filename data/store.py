@@ -1,34 +1,52 @@
-"""The feature store: unpadded safetensors shards and a manifest.
+"""The feature store: unpadded safetensors shards, an index and a manifest.
 
     features/manifest.json       what the features are of; written before the first shard, completed after the last
+    features/index.safetensors   places [documents, 5]: shard, first token, first row, end token, end row
     features/shard-00000.safetensors …
 
 A shard is one unit of work. It appears by atomic rename, so a shard that exists is whole; a killed harvest continues
 with the units that have none. A shard holds its documents behind each other: ids [T], mask [T], taps [T, K, D], last
-[R, D] with argmax [R] and logz [R] for loss-bearing positions only, and offsets [documents + 1, 2] into T and R.
+[R, D] with argmax [R] and logz [R] for loss-bearing positions only, offsets [documents + 1, 2] into T and R, and a
+checksum of each document, so that what is read can be checked without reading more. fp8 stores e4m3 with one power of
+two per row (taps_scale [T, K], last_scale [R]): a store reads back as bfloat16, exactly.
 """
 
 import errno
 import itertools
 import json
 import os
+import shutil
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwright.configs import UserError
-from headwright.data.batch import DocumentFeatures
+from headwright.data.batch import Answer, DocumentFeatures, answer_of
+from headwright.data.shard import Shard, ShardError
 
-SCHEMA = "headwright.features/1"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SCHEMA = "headwright.features/2"
+DTYPES = {  # of the features in memory
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8": torch.bfloat16,
+    "fp8-taps": torch.bfloat16,
+}
+FP8 = {"fp8": ("taps", "last"), "fp8-taps": ("taps",)}  # which tensors are stored in e4m3
+TOKEN_SIDE = ("ids", "mask", "taps", "taps_scale")
+ROW_SIDE = ("last", "last_scale", "argmax", "logz")
+OPEN_SHARDS = 128
 
 
 @dataclass
@@ -51,82 +69,181 @@ class Manifest:
 
 
 class FeatureWriter:
-    """Writes units of a store; any number of processes may share one directory, each with its own units."""
+    """Writes units of a store; any number of processes may share one directory, each with its own units.
+
+    `write` works in the background, one unit at a time, while the target computes the next; `finish` and leaving a
+    `with` block wait for it, and tell of its failure.
+    """
 
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
         self.manifest = manifest
+        self.pool: ThreadPoolExecutor | None = None
+        self.pending: Future[None] | None = None
         root.mkdir(parents=True, exist_ok=True)
         path = root / "manifest.json"
         if path.exists():
             refuse_other(read_manifest(root), manifest, root)
         else:
-            write_json(path, asdict(manifest))
+            write_manifest(root, manifest)
+
+    def __enter__(self) -> "FeatureWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the unit being written; without a pool, nothing is."""
+        if self.pool is not None:
+            self.pool.shutdown()
+            self.pool = None
+        self.wait()
 
     def path(self, unit: int) -> Path:
         """Where unit `unit` lies."""
-        return self.root / f"shard-{unit:05d}.safetensors"
+        return self.root / shard_name(unit)
 
     def missing(self) -> list[int]:
-        """Units that still have no shard."""
-        return [unit for unit in range(self.manifest.units) if not self.path(unit).exists()]
+        """Units that have no shard, or a truncated one."""
+        there = {entry.name: entry.stat().st_size for entry in os.scandir(self.root) if entry.name.startswith("shard-")}
+        return [unit for unit in range(self.manifest.units) if not self.whole(unit, there.get(shard_name(unit)))]
+
+    def whole(self, unit: int, size: int | None) -> bool:
+        """Whether the file of a unit is as long as its header says."""
+        return size is not None and Shard.expected_size(self.path(unit)) == size
+
+    def count(self) -> int:
+        """Shards that are there."""
+        return sum(entry.name.startswith("shard-") for entry in os.scandir(self.root))
 
     def write(
-        self,
-        unit: int,
-        documents: Sequence[DocumentFeatures],
-        notes: Sequence[dict[str, Any]],
-        seconds: float,
+        self, unit: int, documents: Sequence[DocumentFeatures], notes: Sequence[dict[str, Any]], seconds: float
     ) -> None:
-        """Write one unit whole. `notes` describes each document (key, source, place)."""
-        ends = torch.tensor([[0, 0], *([len(d.ids_T), len(d.last_RD)] for d in documents)]).cumsum(0)
-        dtype = DTYPES[self.manifest.dtype]
-        tensors = {
-            "ids": torch.cat([d.ids_T for d in documents]).int(),
-            "mask": torch.cat([d.mask_T for d in documents]),
-            "taps": torch.cat([d.taps_TKD for d in documents]).to(dtype),
-            "last": torch.cat([d.last_RD for d in documents]).to(dtype),
-            "argmax": torch.cat([d.argmax_R for d in documents]).int(),
-            "logz": torch.cat([d.logz_R for d in documents]).float(),
-            "offsets": ends,
-        }
-        refuse_broken(tensors, notes, ends)
+        """Write one unit whole, behind the caller's back. `notes` describes each document (key, source, place)."""
+        self.wait()
+        if self.pool is None:
+            self.write_now(unit, documents, notes, seconds)
+        else:
+            self.pending = self.pool.submit(self.write_now, unit, documents, notes, seconds)
+
+    def background(self) -> "FeatureWriter":
+        """Write in a thread from now on."""
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="headwright-writer")
+        return self
+
+    def wait(self) -> None:
+        """Wait for the unit being written; raise what went wrong with it."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+
+    def write_now(
+        self, unit: int, documents: Sequence[DocumentFeatures], notes: Sequence[dict[str, Any]], seconds: float
+    ) -> None:
+        """Write one unit."""
+        tensors = shard_tensors(documents, notes, self.manifest.dtype)
         # one key: safetensors writes several in any order, and equal shards should be equal files
         metadata = {"headwright": json.dumps({"documents": list(notes), "seconds": round(seconds, 3)})}
         replace_with(self.path(unit), lambda path: save_tensors(tensors, path, metadata))
 
     def finish(self) -> Manifest | None:
-        """Complete the manifest once every unit has its shard; None while some are missing. Safe to call twice."""
+        """Complete index and manifest once every unit has its shard; None while some are missing. Safe to call twice."""
+        self.wait()
         if self.missing():
             return None
-        shards, totals = [], {"documents": 0, "tokens": 0, "response_tokens": 0, "bytes": 0}
-        seconds = 0.0
+        shards, places = [], [torch.zeros(0, 5, dtype=torch.long)]
+        totals = {"documents": 0, "tokens": 0, "response_tokens": 0, "bytes": 0, "seconds": 0.0}
         for unit in range(self.manifest.units):
-            shard = describe_shard(self.path(unit))
-            seconds += shard.pop("seconds")
-            shards.append(shard)
+            shard, offsets = describe_shard(self.path(unit))
+            places.append(torch.cat([torch.full((len(offsets) - 1, 1), unit), offsets[:-1], offsets[1:]], dim=1))
             for key in totals:
                 totals[key] += shard[key]
-        done = Manifest(**(asdict(self.manifest) | totals | {"shards": shards, "complete": True, "seconds": seconds}))
-        write_json(self.root / "manifest.json", asdict(done))
+            shards.append({key: value for key, value in shard.items() if key != "seconds"})
+        index = {"places": torch.cat(places)}
+        replace_with(self.root / "index.safetensors", lambda path: save_tensors(index, path))
+        done = Manifest(**(asdict(self.manifest) | totals | {"shards": shards, "complete": True}))
+        write_manifest(self.root, done)
         return done
 
 
-def describe_shard(path: Path) -> dict[str, Any]:
-    """Counts and checksum of one shard."""
-    with open_shard(path) as shard:
-        mask = shard.get_tensor("mask")
-        metadata = json.loads(shard.metadata()["headwright"])
-        documents = shard.get_slice("offsets").get_shape()[0] - 1
-    return {
-        "file": path.name,
-        "documents": documents,
-        "tokens": len(mask),
-        "response_tokens": int(mask.sum()),
-        "bytes": path.stat().st_size,
-        "xxh64": checksum(path),
-        "seconds": metadata["seconds"],
+def shard_name(unit: int) -> str:
+    """The file of a unit."""
+    return f"shard-{unit:05d}.safetensors"
+
+
+def shard_tensors(
+    documents: Sequence[DocumentFeatures], notes: Sequence[dict[str, Any]], dtype: str
+) -> dict[str, Tensor]:
+    """Everything that a shard holds. Raises UserError for a state that is not finite."""
+    ends = torch.tensor([[0, 0], *([len(d.ids_T), len(d.last_RD)] for d in documents)]).cumsum(0)
+    tensors = {
+        "ids": torch.cat([d.ids_T for d in documents]).int(),
+        "mask": torch.cat([d.mask_T for d in documents]),
+        "taps": torch.cat([d.taps_TKD for d in documents]).to(DTYPES[dtype]),
+        "last": torch.cat([d.last_RD for d in documents]).to(DTYPES[dtype]),
+        "argmax": torch.cat([d.argmax_R for d in documents]).int(),
+        "logz": torch.cat([d.logz_R for d in documents]).float(),
     }
+    refuse_broken(tensors, notes, ends)
+    for name in FP8.get(dtype, ()):
+        tensors[name], tensors[f"{name}_scale"] = to_fp8(tensors[name])
+    slices = [cut(tensors, *a, *b) for a, b in itertools.pairwise(ends.tolist())]
+    return tensors | {"offsets": ends, "checksums": torch.tensor([digest(part) for part in slices], dtype=torch.long)}
+
+
+def to_fp8(values_XD: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values and the exponent [X] of their rows' scale: a power of two, so that nothing but e4m3's rounding is lost."""
+    largest_X = values_XD.float().abs().amax(-1)
+    _, exponent_X = torch.frexp(largest_X / torch.finfo(torch.float8_e4m3fn).max)
+    scaled_XD = torch.ldexp(values_XD.float(), -exponent_X[..., None])
+    return scaled_XD.to(torch.float8_e4m3fn), exponent_X.to(torch.int8)
+
+
+def from_fp8(values_XD: Tensor, exponent_X: Tensor) -> Tensor:
+    """Back to bfloat16, which holds every such value exactly."""
+    return torch.ldexp(values_XD.float(), exponent_X[..., None].int()).bfloat16()
+
+
+def cut(tensors: dict[str, Tensor], token: int, row: int, token_end: int, row_end: int) -> dict[str, Tensor]:
+    """One document's part of a shard's tensors, as views."""
+    tokens = {name: tensors[name][token:token_end] for name in TOKEN_SIDE if name in tensors}
+    return tokens | {name: tensors[name][row:row_end] for name in ROW_SIDE if name in tensors}
+
+
+def digest(parts: dict[str, Tensor]) -> int:
+    """Checksum of one document, as a signed 64-bit number."""
+    state = xxhash.xxh3_64()
+    for name in sorted(parts):
+        if parts[name].numel():
+            state.update(raw(parts[name]))
+    return state.intdigest() - (1 << 63)
+
+
+def raw(tensor: Tensor) -> Any:
+    """A tensor's bytes, without a copy where it is contiguous."""
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def describe_shard(path: Path) -> tuple[dict[str, Any], Tensor]:
+    """Counts of one shard, a checksum of its index, and its offsets. The features themselves are not read."""
+    shard = open_shard(path)
+    offsets = shard.tensor("offsets")
+    found = {
+        "file": path.name,
+        "documents": len(offsets) - 1,
+        "tokens": int(offsets[-1, 0]),
+        "response_tokens": int(shard.tensor("mask").sum()),
+        "bytes": path.stat().st_size,
+        "xxh64": index_digest(shard),
+        "seconds": shard.metadata["seconds"],
+    }
+    return found, offsets.clone()
+
+
+def index_digest(shard: Shard) -> str:
+    """Checksum of the header and of the two tensors that say where documents lie and what their checksums are."""
+    state = xxhash.xxh64(shard.header)
+    for name in ("offsets", "checksums"):
+        state.update(raw(shard.tensor(name)))
+    return state.hexdigest()
 
 
 def refuse_broken(tensors: dict[str, Tensor], notes: Sequence[dict[str, Any]], ends: Tensor) -> None:
@@ -153,61 +270,127 @@ def refuse_other(found: Manifest, wanted: Manifest, root: Path) -> None:
 
 
 class FeatureReader:
-    """Random access to the documents of a complete store. Tensors are memory-mapped and copied on access."""
+    """Random access to the documents of a complete store.
+
+    Opening reads the index only. Shards are memory-mapped when they are first needed; a document's checksum is compared
+    when it is first read. What is returned are views of the mapped file.
+    """
 
     def __init__(self, root: Path):
         self.root = root
         self.manifest = read_manifest(root)
         if not self.manifest.complete:
             raise UserError(f"{root}: the harvest is not finished: run it again, it continues where it stopped")
-        self.shards = [open_shard(root / shard["file"]) for shard in self.manifest.shards or []]
-        self.places: list[tuple[int, int, int, int, int]] = []
-        self.notes: list[dict[str, Any]] = []
-        for index, shard in enumerate(self.shards):
-            offsets = shard.get_tensor("offsets").tolist()
-            self.places += [(index, *a, *b) for a, b in itertools.pairwise(offsets)]
-            self.notes += json.loads(shard.metadata()["headwright"])["documents"]
+        try:
+            self.places = load_file(root / "index.safetensors")["places"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise UserError(f"{root}/index.safetensors: cannot be read ({error}); run the harvest again") from None
+        owners = self.places[:, 0].contiguous()
+        self.first = torch.searchsorted(owners, torch.arange(self.manifest.units)).tolist()
+        self.shards: OrderedDict[int, Shard] = OrderedDict()
+        self.checked = bytearray(len(self.places))
 
     def __len__(self) -> int:
         return len(self.places)
 
+    def shard(self, index: int) -> Shard:
+        """A shard, opened if need be; the least recently used one is closed. Safe to call from several threads."""
+        shard = self.shards.pop(index, None)
+        if shard is None:
+            entry = (self.manifest.shards or [])[index]
+            shard = open_shard(self.root / entry["file"])
+            if index_digest(shard) != entry["xxh64"]:
+                raise damaged(shard.path, "its index is not what was written")
+        self.shards[index] = shard
+        while len(self.shards) > OPEN_SHARDS:
+            self.shards.popitem(last=False)
+        return shard
+
     def __getitem__(self, document: int) -> DocumentFeatures:
-        index, token, row, token_end, row_end = self.places[document]
-        shard = self.shards[index]
-        tokens = {name: shard.get_slice(name)[token:token_end] for name in ("ids", "mask", "taps")}
-        rows = {name: shard.get_slice(name)[row:row_end] for name in ("last", "argmax", "logz")}
-        return DocumentFeatures(
-            tokens["ids"].long(),
-            tokens["mask"],
-            tokens["taps"],
-            rows["last"],
-            rows["argmax"].long(),
-            rows["logz"],
-        )
+        index = int(self.places[document, 0])
+        row = document - self.first[index]
+        found = stored_document(self.shard(index), row, self.manifest.dtype, check=not self.checked[document])
+        self.checked[document] = 1
+        return found
 
     def __iter__(self) -> Iterator[DocumentFeatures]:
         return (self[document] for document in range(len(self)))
 
+    def read(self, documents: Sequence[int]) -> list[DocumentFeatures]:
+        """Several documents, in the given order."""
+        return [self[document] for document in documents]
+
+    @cached_property
+    def notes(self) -> list[dict[str, Any]]:
+        """What the store remembers of each document: key, source, place, sample, turn."""
+        return [note for index in range(self.manifest.units) for note in self.shard(index).metadata["documents"]]
+
     def lengths(self) -> list[int]:
         """Tokens of each document, without reading it."""
-        return [end - start for _, start, _, end, _ in self.places]
+        return (self.places[:, 3] - self.places[:, 1]).tolist()
 
     def response_tokens(self) -> Iterator[Tensor]:
         """The response token ids, shard by shard."""
-        for shard in self.shards:
-            yield shard.get_tensor("ids")[shard.get_tensor("mask")].long()
+        for index in range(self.manifest.units):
+            shard = self.shard(index)
+            yield shard.tensor("ids")[shard.tensor("mask")].long()
 
-    def verify(self) -> list[str]:
-        """Names of shards whose checksum is wrong."""
-        return [s["file"] for s in self.manifest.shards or [] if checksum(self.root / s["file"]) != s["xxh64"]]
+    def answers(self) -> Iterator[Answer]:
+        """The response tokens of each document. Features are not read."""
+        for index in range(self.manifest.units):
+            shard = self.shard(index)
+            places = itertools.pairwise(shard.tensor("offsets").tolist())
+            for note, ((token, row), (token_end, row_end)) in zip(shard.metadata["documents"], places):
+                ids_T, mask_T = shard.tensor("ids")[token:token_end].long(), shard.tensor("mask")[token:token_end]
+                yield answer_of(note["source"], ids_T, mask_T, shard.tensor("argmax")[row:row_end].long())
+
+    def damage(self) -> Iterator[tuple[int, str]]:
+        """(unit, what is wrong) of every shard that is not as it was written. Reads everything."""
+        for index, entry in enumerate(self.manifest.shards or []):
+            wrong = shard_damage(self.root / entry["file"], entry)
+            if wrong:
+                yield index, wrong
 
 
-def open_shard(path: Path) -> Any:
-    """A shard, memory-mapped."""
+def stored_document(shard: Shard, row: int, dtype: str, check: bool = True) -> DocumentFeatures:
+    """One document of a shard, as views of the file. Raises UserError when it is not as it was written."""
+    place = shard.tensor("offsets")[row : row + 2].flatten().tolist()
+    parts = cut(shard.tensors, *place)
+    if check and digest(parts) != int(shard.tensor("checksums")[row]):
+        raise damaged(shard.path, f"{shard.metadata['documents'][row]['place']} does not match its checksum")
+    for name in FP8.get(dtype, ()):
+        parts[name] = from_fp8(parts[name], parts[f"{name}_scale"])
+    return DocumentFeatures(
+        parts["ids"].long(), parts["mask"], parts["taps"], parts["last"], parts["argmax"].long(), parts["logz"]
+    )
+
+
+def shard_damage(path: Path, entry: dict[str, Any]) -> str | None:
+    """What is wrong with a shard, or None."""
     try:
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); remove it and harvest again") from None
+        shard = Shard(path)
+    except ShardError as error:
+        return str(error)
+    if index_digest(shard) != entry["xxh64"]:
+        return "its index is not what was written"
+    places, checksums = shard.tensor("offsets").tolist(), shard.tensor("checksums").tolist()
+    for number, (a, b) in enumerate(itertools.pairwise(places)):
+        if digest(cut(shard.tensors, *a, *b)) != checksums[number]:
+            return f"{shard.metadata['documents'][number]['place']} does not match its checksum"
+    return None
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """A shard cannot be trusted."""
+    return UserError(f"{path}: {what}. Run headwright verify, then the harvest again: only this shard is made anew")
+
+
+def open_shard(path: Path) -> Shard:
+    """A shard, memory-mapped, or UserError."""
+    try:
+        return Shard(path)
+    except ShardError as error:
+        raise damaged(path, str(error)) from None
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -226,6 +409,31 @@ def read_manifest(root: Path) -> Manifest:
         return Manifest(**raw)
     except TypeError as error:
         raise UserError(f"{path}: not a manifest ({error}); remove {root} and harvest again") from None
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """The manifest of a store, by atomic rename."""
+    write_json(root / "manifest.json", asdict(manifest))
+
+
+def bytes_per_token(taps: int, width: int, dtype: str) -> tuple[int, int]:
+    """Bytes of a stored token, and of a loss-bearing row on top."""
+    element = DTYPES[dtype].itemsize
+    taps_bytes = taps * (width + 1) if "taps" in FP8.get(dtype, ()) else taps * width * element
+    last_bytes = width + 1 if "last" in FP8.get(dtype, ()) else width * element
+    return taps_bytes + 5, last_bytes + 8
+
+
+def refuse_full_disk(root: Path, needed: float, there: float) -> None:
+    """A harvest that cannot fit is refused before it starts."""
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if needed - there > free:
+        raise UserError(
+            f"{root}: the features may need {needed / 2**30:.2f} GiB ({there / 2**30:.2f} GiB of it are there), and "
+            f"{free / 2**30:.2f} GiB are free. Make room, put runs=… elsewhere, lower corpus.sources[i].limit or "
+            "answers.max_new_tokens, take harvest.dtype=fp8, or set harvest.check_disk=false"
+        )
 
 
 def checksum(path: Path, state: Any = None) -> str:

@@ -178,15 +178,18 @@ class Target:
         where = locate(config.model)
         dtype = choose_dtype(config.dtype, device)
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        tokenizer = load_tokenizer(config)
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer or where, **options)
             stored = transformers.AutoConfig.from_pretrained(where, **options).get_text_config().dtype
+            if config.device_map:
+                options["device_map"] = config.device_map
             model, loaded = load_model(where, dtype, options)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UserError(f"target.model {config.model}: cannot be loaded: {reason(error)}") from None
         if loaded["missing_keys"]:  # transformers fills them with noise and only warns
             raise UserError(f"target.model {config.model}: weights are missing: {sorted(loaded['missing_keys'])[:3]}")
-        return cls(model.to(device), tokenizer, config.model, taps, config.revision, stored)
+        model = model if config.device_map else model.to(device)
+        return cls(model, tokenizer, config.model, taps, config.revision, stored)
 
     @property
     def device(self) -> torch.device:
@@ -363,6 +366,16 @@ def locate(model: str) -> str:
             raise UserError(f"target.model {model}: no such model directory (looked for {path / 'config.json'})")
         return str(path)
     return model
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """The target's tokenizer alone."""
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    where = config.tokenizer or locate(config.model)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(where, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {where}: its tokenizer cannot be loaded: {reason(error)}") from None
 
 
 def load_model(where: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:

@@ -1,12 +1,20 @@
-"""The draft vocabulary: which target tokens a head may guess. V target vocabulary, W draft vocabulary."""
+"""The draft vocabulary: which target tokens a head may guess. V target vocabulary, W draft vocabulary.
 
-from collections.abc import Iterable, Sequence
+It is built from stored token ids, in one pass and a sort: changing it never needs a new harvest.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
-from headwright.configs import UserError
+from headwright.configs import RunConfig, UserError
+from headwright.data.batch import Answer
+from headwright.data.scripts import script_of
+from headwright.data.stream import Documents
 
 
 @dataclass(frozen=True)
@@ -53,30 +61,105 @@ def count_tokens(pieces: Iterable[Tensor], target_size: int) -> Tensor:
     """Occurrences [V] of each id in `pieces`."""
     counts = torch.zeros(target_size, dtype=torch.long)
     for ids in pieces:
-        counts += torch.bincount(ids, minlength=target_size)
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
     return counts
 
 
-def build_vocab(counts_V: Tensor, size: int | None, pinned: Sequence[int]) -> DraftVocab:
+def choose_vocab(run: RunConfig, features: Documents, tokenizer: Any, size: int | None = None) -> DraftVocab:
+    """The draft vocabulary that the run file asks for (or one of another size), of the training text."""
+    spec = features.manifest.target
+    counts_V = count_tokens(features.response_tokens(), spec["vocab_size"])
+    pinned = pinned_ids(tokenizer, spec["eos_token_ids"], spec["vocab_size"], run.vocab.pin_bytes)
+    groups = group_counts(features, tokenizer, counts_V) if run.vocab.quotas else {}
+    return build_vocab(counts_V, size or run.vocab.size, pinned, groups, run.vocab.quotas)
+
+
+def build_vocab(
+    counts_V: Tensor,
+    size: int | None,
+    pinned: Sequence[int],
+    groups: Mapping[str, Tensor] | None = None,
+    quotas: Mapping[str, float] | None = None,
+) -> DraftVocab:
     """The `size` most frequent ids with `pinned` ones always among them; ties go to the lower id.
 
-    Raises UserError when fewer distinct tokens occur: rows of tokens that were never seen cannot be learned.
+    With quotas, each group first takes its share of the places for its own most frequent ids; what is left goes by
+    overall frequency. Raises UserError when fewer distinct tokens occur: rows of tokens that were never seen cannot be
+    learned.
     """
     target_size = len(counts_V)
     if size is None or size == target_size:
         return full_vocab(target_size)
-    keep = counts_V.clone()
-    keep[list(pinned)] = counts_V.sum() + 1
-    if size < len(set(pinned)):
-        raise UserError(f"vocab.size {size}: {len(set(pinned))} special tokens are always kept; set it higher")
-    distinct = int((keep > 0).sum())
+    kept_V = torch.zeros(target_size, dtype=torch.bool)
+    kept_V[list(pinned)] = True
+    if size < int(kept_V.sum()):
+        raise UserError(
+            f"vocab.size {size}: {int(kept_V.sum())} special tokens and byte pieces are always kept; set it higher, or "
+            "vocab.pin_bytes to false"
+        )
+    distinct = int(((counts_V > 0) | kept_V).sum())
     if size > target_size or size > distinct:
         raise UserError(
             f"vocab.size {size}: the training text uses only {distinct} distinct response tokens (vocabulary {target_size}); "
             f"set vocab.size to {distinct} or less, or to null for the full vocabulary"
         )
-    order = torch.argsort(keep, descending=True, stable=True)
+    for name, share in check_quotas(quotas or {}, groups or {}).items():
+        place = int(share * (size - len(set(pinned))))
+        top = torch.argsort((groups or {})[name], descending=True, stable=True)[:place]
+        kept_V[top[(groups or {})[name][top] > 0]] = True
+    order = torch.argsort(counts_V.masked_fill(kept_V, int(counts_V.sum()) + 1), descending=True, stable=True)
     return DraftVocab(order[:size].sort().values, target_size)
+
+
+def check_quotas(quotas: Mapping[str, float], groups: Mapping[str, Tensor]) -> Mapping[str, float]:
+    """Quotas name groups that occur, and leave no place given twice."""
+    for name in quotas:
+        if name not in groups:
+            raise UserError(f"vocab.quotas.{name}: no such script or source in the training text: {', '.join(groups)}")
+    if sum(quotas.values()) > 1:
+        raise UserError(f"vocab.quotas add up to {sum(quotas.values()):g}: shares of the places cannot exceed 1")
+    return quotas
+
+
+def pinned_ids(tokenizer: Any, ends: Sequence[int], size: int, with_bytes: bool) -> list[int]:
+    """Ids that are always kept: ends of text, special tokens, and the pieces that spell single bytes."""
+    pinned = {*ends, *(token for token in tokenizer.all_special_ids if token < size)}
+    return sorted(pinned | set(byte_pieces(tokenizer, size))) if with_bytes else sorted(pinned)
+
+
+def byte_pieces(tokenizer: Any, size: int) -> list[int]:
+    """Ids of the 256 single bytes: `<0x00>` … of a byte-fallback vocabulary, or the alphabet of a byte-level one."""
+    vocabulary = tokenizer.get_vocab()
+    fallback = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+    level = [vocabulary.get(symbol) for symbol in sorted(ByteLevel.alphabet())]
+    found = fallback if None not in fallback else level
+    return [token for token in found if token is not None and token < size]
+
+
+def group_counts(features: Documents, tokenizer: Any, counts_V: Tensor) -> dict[str, Tensor]:
+    """Occurrences [V] by source and by script."""
+    groups: dict[str, Tensor] = {}
+    for name, part in grouped(features.answers(), tokenizer):
+        counts = groups.setdefault(name, torch.zeros_like(counts_V))
+        counts.scatter_add_(0, part.ids, torch.ones_like(part.ids))
+    return groups
+
+
+def grouped(answers: Iterable[Answer], tokenizer: Any) -> Iterator[tuple[str, Answer]]:
+    """Every answer under the name of its source, and each of its lines under that of its script.
+
+    A line, because a piece of a letter has no script of its own.
+    """
+    breaks: dict[int, bool] = {}
+    for answer in answers:
+        yield answer.source, answer
+        start = 0
+        for end, token in enumerate(answer.ids.tolist(), 1):
+            if token not in breaks:
+                breaks[token] = "\n" in tokenizer.decode([token])
+            if breaks[token] or end == len(answer.ids):
+                yield script_of(tokenizer.decode(answer.ids[start:end].tolist())), answer.part(start, end)
+                start = end
 
 
 def coverage(vocab: DraftVocab, counts_V: Tensor) -> float:

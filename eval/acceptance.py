@@ -21,8 +21,8 @@ import transformers
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import progress, say, table
+from headwright.data.generate import Question, answer
 from headwright.data.harvest import check_offline, store_path
-from headwright.data.regenerate import Question, answer
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, write_json
 from headwright.data.target import Target

@@ -207,7 +207,7 @@ def test_wrong_type_names_the_key(minimal, override, key):
         ("vocab.size", "-1"),
         ("vocab.coverage", "2"),
         ("eval.prompts", "0"),
-        ("harvest.documents_per_shard", "0"),
+        ("harvest.tokens_per_batch", "0"),
         ("head.steps", "0"),
         ("head.step_weight", "1.5"),
     ],

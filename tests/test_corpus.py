@@ -10,18 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwright.configs import UserError
-from headwright.configs.schema import CorpusConfig, Source
+from headwright.configs.schema import CorpusConfig, LearnConfig, Source
+from headwright.data import corpus
+from headwright.data.chat import Renderer
 from headwright.data.corpus import (
     Document,
-    encode_chat,
-    encode_document,
-    encode_prompt,
+    Skipped,
     limited,
     make_document,
     rank_of,
     read_corpus,
     read_source,
 )
+
+
+def encode_chat(messages, tokenizer, **learn):
+    """Ids and mask of a chat."""
+    return Renderer(tokenizer, LearnConfig(**learn)).encode(messages)
+
+
+def encode_document(document, tokenizer):
+    """Ids and mask of a document."""
+    return corpus.encode_document(document, Renderer(tokenizer))
+
+
+def encode_prompt(document, tokenizer):
+    """Ids of a prompt."""
+    return corpus.encode_prompt(document, Renderer(tokenizer))
+
 
 LLAMA3 = (
     "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
@@ -284,9 +300,9 @@ def corpus_of(path: Path, seed: int = 0, held_out: float = 0.0, **source):
 
 def read(path: Path, seed: int = 0, **source) -> tuple[list[Document], Counter[str]]:
     """The documents of one file before they are split, and what was skipped."""
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     config = Source(path=str(path), **source)
-    return limited(list(read_source(config, None, skipped)), config.limit, seed), skipped
+    return list(limited(read_source(config, None, skipped), config.limit, seed)), skipped.counts
 
 
 FORMS = [

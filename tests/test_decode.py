@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from headwright.configs import UserError
 from headwright.data.batch import pack
-from headwright.data.regenerate import Question, answer
+from headwright.data.generate import Question, answer
 from headwright.data.sampling import Policy
 from headwright.data.target import Target
 from headwright.eval.decode import PHASES, decode_plain, speculate

@@ -16,9 +16,10 @@ from conftest import CHATML, TAPS, make_model, make_tokenizer, tiny_run
 
 from headwright.configs import UserError, dump
 from headwright.configs.load import load_run
-from headwright.data.corpus import encode_chat, read_corpus
+from headwright.data.chat import Renderer
+from headwright.data.corpus import read_corpus
+from headwright.data.generate import read_documents
 from headwright.data.harvest import harvest, harvest_side, main, open_side, store_path
-from headwright.data.regenerate import read_documents
 from headwright.data.store import FeatureReader, read_manifest
 from headwright.data.target import Target
 
@@ -91,7 +92,7 @@ def test_store_holds_each_prompt_answered(done):
                 assert answer == target.generate_hf(torch.tensor([prompt]), 12)
         manifest = reader.manifest
         assert (manifest.taps, manifest.dtype, manifest.documents) == (list(TAPS), "float32", len(reader))
-        assert reader.verify() == []
+        assert list(reader.damage()) == []
     assert not {n["key"] for n in FeatureReader(store_path(done, "train")).notes} & {d.key for d in corpus.held_out}
 
 
@@ -130,7 +131,7 @@ def test_missing_shard_is_made_again(done, run):
         k: v for k, v in before.items() if k != str(victim)
     }
     same_shards(store_path(done, "train"), store_path(run, "train"))
-    assert FeatureReader(store_path(run, "train")).verify() == []
+    assert list(FeatureReader(store_path(run, "train")).damage()) == []
 
 
 def test_dry_run_makes_nothing(run, tmp_path):
@@ -145,7 +146,7 @@ def test_dry_run_makes_nothing(run, tmp_path):
         ("answers.temperature=0.5", "answers"),
         ("harvest.dtype=bfloat16", "dtype"),
         ("harvest.taps=[1, 3, 5]", "taps"),
-        ("harvest.documents_per_shard=7", "documents_per_shard"),
+        ("harvest.shard_mib=7", "shard_mib"),
         ("corpus.system=Be brief", "corpus"),
         ("corpus.sources.0.limit=20", "corpus"),
         ("seed=1", "corpus|seed"),
@@ -197,7 +198,7 @@ def test_answers_of_the_corpus(model_dir, chats, tmp_path):
     corpus = read_corpus(run.corpus, run.seed)
     reader = FeatureReader(store_path(run, "train"))
     assert len(reader) == len(corpus.train)  # one each: there is nothing to sample
-    encoded = {d.key: encode_chat(list(d.messages), make_tokenizer()) for d in corpus.train}
+    encoded = {d.key: Renderer(make_tokenizer()).encode(d.messages) for d in corpus.train}
     for note, document in zip(reader.notes, reader, strict=True):
         assert document.ids_T.tolist() == encoded[note["key"]].ids
         assert document.mask_T.tolist() == encoded[note["key"]].mask
@@ -329,7 +330,7 @@ def slow_run(model_dir: Path, many: Path, runs: Path):
         many,
         runs,
         corpus={"sources": [{"path": str(many)}], "held_out": 0.1, "max_length": 256},
-        harvest={"taps": list(TAPS), "documents_per_shard": 2, "dtype": "bfloat16"},
+        harvest={"taps": list(TAPS), "tokens_per_batch": 128, "shard_mib": 0.001, "dtype": "bfloat16"},
     )
 
 
@@ -373,7 +374,7 @@ def test_interrupted_harvest_says_so_and_continues(model_dir, many, tmp_path):
     assert message == ["interrupted: finished work is kept; the same command continues where it stopped"]
     assert not list(store_path(run, "train").glob(".*.tmp"))
     harvest(run)
-    assert FeatureReader(store_path(run, "train")).verify() == []
+    assert list(FeatureReader(store_path(run, "train")).damage()) == []
 
 
 @pytest.mark.parametrize(
@@ -401,7 +402,7 @@ def test_help_explains_every_key(capsys):
         main(["--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    for key in ("target.model", "corpus.held_out", "answers.max_new_tokens", "harvest.documents_per_shard"):
+    for key in ("target.model", "corpus.held_out", "answers.max_new_tokens", "harvest.shard_mib"):
         assert f"{key} = " in out
 
 

@@ -5,7 +5,7 @@ import torch
 from conftest import TAPS, make_model, make_tiny_head, make_tokenizer
 
 from headwright.data.batch import pack
-from headwright.data.regenerate import Question, answer
+from headwright.data.generate import Question, answer
 from headwright.data.sampling import Policy
 from headwright.data.target import Target
 from headwright.eval.decode import decode_plain, speculate

@@ -7,8 +7,8 @@ import torch
 
 from headwright.configs import UserError, load_run
 from headwright.data.batch import pack
+from headwright.data.generate import Question, answer
 from headwright.data.harvest import harvest, store_path
-from headwright.data.regenerate import Question, answer
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwright.data.batch import last_rows
-from headwright.data.regenerate import Question, answer, read_documents
+from headwright.data.generate import Question, answer, read_documents
 from headwright.data.sampling import Policy
 
 FAMILIES = ("llama", "qwen3", "gemma2", "mistral")

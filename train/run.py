@@ -11,11 +11,13 @@ from accelerate import Accelerator
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, table
-from headwright.data.harvest import check_offline, save_config, store_path
+from headwright.data.corpus import read_corpus
+from headwright.data.harvest import check_offline, jobs_of, make_manifest, save_config, store_path
+from headwright.data.live import HybridDocuments, LiveDocuments
 from headwright.data.store import FeatureReader, write_json
-from headwright.data.stream import FeatureStream
+from headwright.data.stream import Documents, FeatureStream, pack_in_order
 from headwright.data.target import Target
-from headwright.data.vocab import DraftVocab, build_vocab, count_tokens, coverage
+from headwright.data.vocab import choose_vocab, count_tokens, coverage
 from headwright.eval.metrics import read_metrics
 from headwright.eval.rollout_tau import rollout_tau
 from headwright.heads.base import DraftHead, make_head, save_head
@@ -42,10 +44,13 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
     torch.manual_seed(run.seed)
-    features, held_out = FeatureReader(store_path(run, "train")), FeatureReader(store_path(run, "held-out"))
-    target = Target.load(run.target, features.manifest.taps, accelerator.device)
-    refuse_other_store(features, target)
-    vocab, covered = choose_vocab(run, features, held_out, target)
+    held_out = FeatureReader(store_path(run, "held-out"))
+    target = Target.load(run.target, held_out.manifest.taps, accelerator.device)
+    features = open_features(run, target)
+    for side in (features, held_out):
+        refuse_other_store(side, target)
+    vocab = choose_vocab(run, features, target.tokenizer)
+    covered = coverage(vocab, count_tokens(held_out.response_tokens(), target.spec.vocab_size))
     head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
     head.initialise(target)
     optimizer = make_optimizer(head, run.train)
@@ -95,7 +100,22 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
         show_end(run, state, covered)
 
 
-def refuse_other_store(features: FeatureReader, target: Target) -> None:
+def open_features(run: RunConfig, target: Target) -> Documents:
+    """The training features: stored, or made by the target as they are asked for."""
+    root = store_path(run, "train")
+    if run.harvest.features == "stored":
+        return FeatureReader(root)
+    corpus = read_corpus(run.corpus, run.seed, run.directory)
+    jobs = jobs_of(run, target.tokenizer, target.spec.max_positions, "train", corpus.train, corpus.skipped)
+    manifest = make_manifest(run, target, jobs, 0)
+    if run.harvest.features == "live":
+        return LiveDocuments(root, manifest, jobs, target)
+    batches = pack_in_order(list(jobs.tokens), run.train.tokens_per_batch, run.seed, epoch=0)
+    manifest.identity["tokens_per_batch"] = run.train.tokens_per_batch
+    return HybridDocuments(root, manifest, jobs, target, batches)
+
+
+def refuse_other_store(features: Documents, target: Target) -> None:
     """Features of another model teach nothing about this one."""
     if features.manifest.identity["target"] != target.spec.fingerprint:
         raise UserError(
@@ -103,17 +123,7 @@ def refuse_other_store(features: FeatureReader, target: Target) -> None:
         )
 
 
-def choose_vocab(
-    run: RunConfig, features: FeatureReader, held_out: FeatureReader, target: Target
-) -> tuple[DraftVocab, float]:
-    """The draft vocabulary of the training text, and its share of the held-out response tokens."""
-    size = target.spec.vocab_size
-    pinned = sorted({*target.spec.eos_token_ids, *(i for i in target.tokenizer.all_special_ids if i < size)})
-    vocab = build_vocab(count_tokens(features.response_tokens(), size), run.vocab.size, pinned)
-    return vocab, coverage(vocab, count_tokens(held_out.response_tokens(), size))
-
-
-def make_stream(run: RunConfig, features: FeatureReader, accelerator: Accelerator) -> FeatureStream:
+def make_stream(run: RunConfig, features: Documents, accelerator: Accelerator) -> FeatureStream:
     """This rank's share of the packed batches."""
     return FeatureStream(
         features,
@@ -122,19 +132,20 @@ def make_stream(run: RunConfig, features: FeatureReader, accelerator: Accelerato
         accelerator.process_index,
         accelerator.num_processes,
         run.seed,
+        run.train.workers,
     )
 
 
-def run_identity(run: RunConfig, features: FeatureReader, accelerator: Accelerator, total: int) -> dict[str, Any]:
+def run_identity(run: RunConfig, features: Documents, accelerator: Accelerator, total: int) -> dict[str, Any]:
     """What must be unchanged for a checkpoint to be continued."""
     loop = {
         key: value
         for key, value in asdict(run.train).items()
-        if key not in ("track", "log_every", "saves", "evals", "accumulate")
+        if key not in ("track", "log_every", "saves", "evals", "accumulate", "workers")
     }
     return {
         "features": features.manifest.identity,
-        "vocab.size": run.vocab.size,
+        "vocab": asdict(run.vocab) | {"coverage": None},
         "head": asdict(run.head),
         "train": loop | {"betas": list(loop["betas"])},
         "batches per step": run.train.accumulate * accelerator.num_processes,
@@ -160,7 +171,7 @@ def measured_depth(run: RunConfig) -> int:
     return next((shape.depth for shape in run.eval.shapes if shape.kind == "chain"), 5)
 
 
-def show_start(run: RunConfig, head: DraftHead, features: FeatureReader, state: Progress, covered: float) -> None:
+def show_start(run: RunConfig, head: DraftHead, features: Documents, state: Progress, covered: float) -> None:
     """What is about to be trained."""
     trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     say(

@@ -21,11 +21,12 @@ from headwright.data.target import Features, Target
 
 @dataclass
 class Question:
-    """A prompt, how its answer is drawn, and the seed of that draw."""
+    """A prompt, how its answer is drawn, and the seed of that draw. `mask`: earlier answers of the target in the prompt."""
 
     ids: list[int]
     policy: Policy
     seed: int = 0
+    mask: list[bool] | None = None
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Row:
     last: list[Tensor] = field(default_factory=list)
     argmax: list[Tensor] = field(default_factory=list)
     logz: list[Tensor] = field(default_factory=list)
+    earlier: tuple[Tensor, Tensor, Tensor] | None = None
 
     def record(self, host: Features, row: int, valid: int) -> None:
         """Keep the states of the `valid` first tokens of row `row`. `host` lies on the CPU."""
@@ -49,17 +51,14 @@ class Row:
     def document(self) -> DocumentFeatures:
         """The finished document."""
         ids_T = torch.tensor(self.question.ids + self.new)
-        mask_T = torch.arange(len(ids_T)) >= len(self.question.ids)
+        given = self.question.mask or [False] * len(self.question.ids)
+        mask_T = torch.tensor(given + [True] * len(self.new))
         # last[j] stands on position len(prompt) - 1 + j; rows are needed for the response tokens but the final one
-        count = len(last_rows(mask_T))
-        return DocumentFeatures(
-            ids_T,
-            mask_T,
-            torch.cat(self.taps),
-            torch.stack(self.last)[1 : 1 + count],
-            torch.stack(self.argmax)[1 : 1 + count],
-            torch.stack(self.logz)[1 : 1 + count],
-        )
+        count = max(len(self.new) - 1, 0)
+        rows = [torch.stack(kept)[1 : 1 + count] for kept in (self.last, self.argmax, self.logz)]
+        if self.earlier is not None:
+            rows = [torch.cat(pair) for pair in zip(self.earlier, rows)]
+        return DocumentFeatures(ids_T, mask_T, torch.cat(self.taps), *rows)
 
 
 @torch.inference_mode()
@@ -71,6 +70,8 @@ def answer(
     live = rows
     cache, features = prefill(target, questions, max_new_tokens)
     valid = list(cache.lengths)
+    for index, row in enumerate(rows):
+        row.earlier = earlier_answers(target, row.question, features.last_BND[index], store)
     while True:
         host = Features(features.taps_BNKD.to("cpu", store), features.last_BND.to("cpu", store))
         for index, row in enumerate(live):
@@ -86,6 +87,16 @@ def answer(
         features = target.extend(torch.tensor(tokens, device=target.device)[:, None], cache)
         cache.advance(1)
         valid = [1] * len(live)
+
+
+def earlier_answers(
+    target: Target, question: Question, last_ND: Tensor, store: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The loss-bearing rows (last, argmax, logz) of answers that stand in the prompt already."""
+    if question.mask is None:
+        return None
+    last_RD = last_ND[last_rows(torch.tensor(question.mask)).to(last_ND.device)]
+    return (last_RD.to("cpu", store), *summarise(target, last_RD))
 
 
 def prefill(target: Target, questions: Sequence[Question], max_new_tokens: int) -> tuple[KVCache, Features]:

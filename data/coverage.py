@@ -1,0 +1,119 @@
+"""What a draft vocabulary can say, by source and by script. Runnable: `headwright vocab --config …`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headwright.configs import RunConfig
+from headwright.configs.command import run_stage
+from headwright.configs.console import say, table
+from headwright.data.batch import Answer
+from headwright.data.harvest import check_offline, store_path
+from headwright.data.store import FeatureReader
+from headwright.data.target import load_tokenizer
+from headwright.data.vocab import DraftVocab, choose_vocab, count_tokens, coverage, grouped
+
+SECTIONS = ("vocab",)
+ABOUT = (
+    "The draft vocabulary of harvested features: what it covers, by source and by script, and the bound that this puts "
+    "on τ. Nothing is harvested again: training builds its vocabulary from the same stored tokens."
+)
+
+
+@dataclass
+class Bound:
+    """τ of a chain that guesses every token right that it can say."""
+
+    depth: int
+    cycles: int = 0
+    emitted: int = 0
+
+    def add(self, inside_T: Sequence[bool]) -> None:
+        """One answer, token by token. The first token is the target's; each cycle ends with one more of its own."""
+        root, end = 0, len(inside_T) - 1
+        while root < end:
+            accepted = 0
+            while accepted < self.depth and root + accepted < end and inside_T[root + accepted + 1]:
+                accepted += 1
+            emitted = min(accepted + 1, end - root)
+            self.cycles += 1
+            self.emitted += emitted
+            root += emitted
+
+    @property
+    def tau(self) -> float:
+        """The bound."""
+        return self.emitted / self.cycles if self.cycles else float("nan")
+
+
+@dataclass
+class Coverage:
+    """What a vocabulary covers of one group of texts."""
+
+    bound: Bound
+    tokens: int = 0
+    inside: int = 0
+    chosen: int = 0
+    chosen_inside: int = 0
+    ids: set[int] = field(default_factory=set)
+
+    def row(self, name: str) -> tuple[object, ...]:
+        """A line of the table."""
+        chosen = f"{self.chosen_inside / self.chosen:.2%}" if self.chosen else "–"
+        return name, self.tokens, len(self.ids), f"{self.inside / self.tokens:.2%}", chosen, f"{self.bound.tau:.2f}"
+
+
+def cover(vocab: DraftVocab, pieces: Iterable[tuple[str, Answer]], depth: int) -> dict[str, Coverage]:
+    """Coverage by group, the largest first."""
+    kept_V = vocab.t2d_V
+    found: dict[str, Coverage] = {}
+    for name, part in pieces:
+        group = found.setdefault(name, Coverage(Bound(depth)))
+        inside = kept_V[part.ids]
+        known = part.argmax[part.argmax >= 0]
+        group.tokens += len(part.ids)
+        group.inside += int(inside.sum())
+        group.chosen += len(known)
+        group.chosen_inside += int(kept_V[known].sum())
+        group.ids.update(part.ids.tolist())
+        group.bound.add(inside.tolist())
+    return dict(sorted(found.items(), key=lambda item: -item[1].tokens))
+
+
+def show(run: RunConfig, dry_run: bool = False) -> None:
+    """Print the tables."""
+    if dry_run:
+        check_offline(run)
+        return
+    features, held_out = (FeatureReader(store_path(run, side)) for side in ("train", "held-out"))
+    tokenizer = load_tokenizer(run.target)
+    vocab = choose_vocab(run, features, tokenizer)
+    depth = next((shape.depth for shape in run.eval.shapes if shape.kind == "chain"), 5)
+    columns = ("text", "tokens", "distinct", "inside", "target's choice inside", f"τ bound, chain of {depth}")
+    for side, reader in (("training", features), ("held-out", held_out)):
+        groups = cover(vocab, grouped(reader.answers(), tokenizer), depth)
+        table(f"{side} text, vocabulary of {len(vocab)}", columns, (g.row(name) for name, g in groups.items()))
+    show_sizes(run, features, held_out, tokenizer)
+    say("A perfect head that is cut to the vocabulary reaches the bound; no head reaches more.")
+
+
+def show_sizes(run: RunConfig, features: FeatureReader, held_out: FeatureReader, tokenizer: object) -> None:
+    """Other sizes, to choose from."""
+    size = features.manifest.target["vocab_size"]
+    counts, unseen = (count_tokens(reader.response_tokens(), size) for reader in (features, held_out))
+    distinct = int((counts > 0).sum())
+    rows: list[tuple[object, ...]] = []
+    for tried in (2**power for power in range(9, 19) if 2**power < distinct):
+        vocab = choose_vocab(run, features, tokenizer, tried)
+        rows.append((tried, f"{coverage(vocab, counts):.2%}", f"{coverage(vocab, unseen):.2%}"))
+    whole = float((unseen * (counts > 0)).sum()) / max(int(unseen.sum()), 1)
+    rows.append((f"{distinct} (all that occur)", "100.00%", f"{whole:.2%}"))
+    table("other sizes", ("vocab.size", "training text inside", "held-out text inside"), rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    run_stage("headwright vocab", ABOUT, SECTIONS, show, argv)
+
+
+if __name__ == "__main__":
+    main()
