@@ -175,4 +175,16 @@ def dump(config: Any) -> str:
     plain = TypeAdapter(type(config)).dump_python(config, mode="json", warnings=False)
     if isinstance(config, RunConfig) and dataclasses.is_dataclass(config.head) and not isinstance(config.head, type):
         plain["head"] = dataclasses.asdict(config.head)
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return yaml.dump(plain, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+class Dumper(yaml.SafeDumper):
+    """YAML reads three more characters as line ends; text that holds one is quoted, with escapes."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """A string."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & set(LINE_ENDS) else None)
+
+
+LINE_ENDS = "\x85\u2028\u2029"
+Dumper.add_representer(str, Dumper.represent_text)

@@ -1,6 +1,6 @@
 """Chats answered turn by turn: after each answer the next user turn of the corpus is asked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +39,8 @@ class Talk:
         self.messages, self.waiting = list(rounds[0]) if rounds else [], rounds[1:]
 
     def take(self, said: DocumentFeatures, ends: Sequence[int]) -> bool:
-        """Note an answer. True when another turn is to be asked."""
-        new = said.ids_T[len(self.question.ids) :].tolist()
-        text = self.renderer.tokenizer.decode(new, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
-        following = self.next_prompt() if new and new[-1] in ends else None
+        """Note an answer and its features. True when another turn is to be asked."""
+        following = self.answered(said.ids_T[len(self.question.ids) :].tolist(), ends)
         if following is None:
             self.documents.append(said)
             return False
@@ -55,6 +52,12 @@ class Talk:
             self.documents.append(said)
         self.question = Question(following, self.policy, self.question.seed + 1, mask)
         return True
+
+    def answered(self, new: list[int], ends: Sequence[int]) -> list[int] | None:
+        """Note an answer's text. The next turn's prompt, where there is one."""
+        text = self.renderer.tokenizer.decode(new, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+        return self.next_prompt() if new and new[-1] in ends else None
 
     def next_prompt(self) -> list[int] | None:
         """The prompt of the next turn, or None when there is none, or none that fits or that the template takes."""
@@ -71,9 +74,18 @@ class Talk:
         return ids
 
 
+Reply = Callable[[Question, int], list[int]]  # (question, longest answer) → the answer's tokens
+
+
 def converse(target: Target, talks: Sequence[Talk], max_new_tokens: int, store: torch.dtype = torch.float32) -> None:
     """Let the target give every answer of every talk. An answer that was cut off ends its talk."""
     live = list(talks)
     while live:
         said = answer(target, [talk.question for talk in live], max_new_tokens, store)
         live = [talk for talk, document in zip(live, said) if talk.take(document, target.spec.eos_token_ids)]
+
+
+def converse_by(reply: Reply, talk: Talk, ends: Sequence[int]) -> None:
+    """The same for one talk whose answers come from elsewhere, as text only."""
+    while (following := talk.answered(reply(talk.question, talk.max_new_tokens), ends)) is not None:
+        talk.question = Question(following, talk.policy, talk.question.seed + 1)

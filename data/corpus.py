@@ -119,8 +119,9 @@ class Skipped:
 class Corpus:
     """Documents, split by their own hash."""
 
-    train: Sequence[Document] | View[Document]
-    held_out: Sequence[Document] | View[Document]
+    train: View[Document]
+    held_out: View[Document]
+    everything: View[Document]
     skipped: Skipped
 
 
@@ -153,7 +154,7 @@ def read_corpus(config: CorpusConfig, seed: int, folder: Path | None = None) -> 
         raise UserError(
             "corpus: no document was held out, so nothing could be measured; raise corpus.held_out or add text"
         )
-    return Corpus(train, held_out, skipped)
+    return Corpus(train, held_out, View(spool, chosen), skipped)
 
 
 def check_sources(sources: Sequence[Source]) -> None:

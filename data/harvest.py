@@ -75,7 +75,7 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
 def alone(run: RunConfig, state: Any) -> Iterator[None]:
     """A second launch on the same run is refused. The lock is the main process's, and dies with it."""
     run.directory.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(run.directory / ".harvest.lock", timeout=0)
+    lock = filelock.FileLock(run.directory / "harvest.lock", timeout=0)
     if state.is_main_process:
         try:
             lock.acquire()

@@ -109,10 +109,12 @@ def lines_of(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
     number = 0
     while line := file.readline(LONGEST):
         number += 1
-        whole = line.endswith(b"\n") or len(line) < LONGEST
-        while not line.endswith(b"\n") and (line := file.readline(LONGEST)):
+        if line.endswith(b"\n") or len(line) < LONGEST:
+            yield number, line.removeprefix(BOM) if number == 1 else line
+            continue
+        while (line := file.readline(LONGEST)) and not line.endswith(b"\n"):
             pass
-        yield number, (line.removeprefix(BOM) if number == 1 else line) if whole else None
+        yield number, None
 
 
 def parse(line: bytes) -> Any:

@@ -375,7 +375,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(where, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"target {where}: its tokenizer cannot be loaded: {reason(error)}") from None
+        raise UserError(f"target.model {config.model}: cannot be loaded: its tokenizer: {reason(error)}") from None
 
 
 def load_model(where: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:

@@ -36,20 +36,24 @@ class Cycles:
 
 
 def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
-    """The cycles of one document with one answer; right[t, i]: row t's guess at step i equals the text."""
-    response = torch.nonzero(mask_T)[:, 0].tolist()
+    """The cycles of one document; right[t, i]: row t's guess at step i equals the text. Each answer starts anew."""
     out = Cycles()
-    if not response:
-        return out
-    root, end = response[0], response[-1]
     runs = right_TI.int().cumprod(1).sum(1).tolist()
-    while root < end:
-        accepted = min(runs[root - 1], end - root)
-        emitted = min(accepted + 1, end - root)
-        out.accepted.append(accepted)
-        out.emitted.append(emitted)
-        root += emitted
+    for root, end in answers(mask_T):
+        while root < end:
+            accepted = min(runs[root - 1], end - root)
+            emitted = min(accepted + 1, end - root)
+            out.accepted.append(accepted)
+            out.emitted.append(emitted)
+            root += emitted
     return out
+
+
+def answers(mask_T: Tensor) -> list[tuple[int, int]]:
+    """First and last token of each unbroken run of the mask."""
+    edges = torch.diff(mask_T.int(), prepend=torch.zeros(1), append=torch.zeros(1))
+    starts, ends = (torch.nonzero(edges == sign)[:, 0].tolist() for sign in (1, -1))
+    return [(start, end - 1) for start, end in zip(starts, ends)]
 
 
 @torch.inference_mode()

@@ -72,7 +72,7 @@ assert not heavy, heavy
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for stage, (_, about) in STAGES.items():
-        assert f"{stage:8} {about}" in done.stdout
+        assert f"{stage:10} {about}" in done.stdout
 
 
 def test_installed_command_is_this_one():
@@ -81,7 +81,7 @@ def test_installed_command_is_this_one():
     assert "usage: headwright STAGE --config FILE" in done.stdout
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("exprot", "did you mean export?"), ("xyzzy", "stages: harvest, train")])
+@pytest.mark.parametrize(("typed", "hint"), [("exprot", "did you mean export?"), ("xyzzy", "stages: plan, preview")])
 def test_unknown_stage_suggests(typed, hint):
     done = command(typed)
     assert done.returncode == 2

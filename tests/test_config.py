@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headwright.configs import RunConfig, UserError, dump, load, load_run
@@ -281,6 +281,7 @@ def test_dump_then_load_is_the_same(path, tmp_path):
     taps=st.just("auto") | st.lists(st.integers(0, 99), min_size=1, max_size=4),
     limit=st.none() | st.integers(1, 10**9),
 )
+@example(seed=0, lr=1.0, system="\x85 \u2028", taps="auto", limit=None)
 def test_round_trip_of_any_values(tmp_path_factory, seed, lr, system, taps, limit):
     run = load_run(SHIPPED[0])
     run.seed, run.train.lr, run.corpus.system, run.harvest.taps = seed, lr, system, taps

@@ -203,7 +203,7 @@ def test_prompt_is_never_empty():
 REWRITES = {
     "strips earlier answers": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'][:1] }}<|im_end|>\n{% endfor %}",
-    "counts turns first": "{{ messages | length }}" + CHATML,
+    "counts letters first": "{{ messages[1]['content'] | length }}" + CHATML,
     "upper case": CHATML.replace("m['content']", "m['content'] | upper"),
     "drops answers": CHATML.replace("m['content']", "(m['content'] if m['role'] == 'user' else '')"),
     "changes inner space": CHATML.replace("m['content']", "m['content'] | replace(' ', '_')"),
@@ -217,15 +217,15 @@ def test_rewriting_template_is_refused(name):
         encode_chat(chat("what now", "first answer", "and then", "second answer"), tokenizer)
 
 
-def test_template_that_drops_earlier_thinking_is_refused():
-    """Qwen3's way: the reasoning of earlier turns is cut once another user turn follows."""
+def test_template_that_drops_earlier_thinking():
+    """Qwen3's way: the reasoning of earlier turns is cut once another user turn follows; the rest is learned."""
     template = CHATML.replace(
         "{{ m['content'] }}",
         "{{ m['content'].split('</think>')[-1] if not loop.last and m['role'] == 'assistant' else m['content'] }}",
     )
     tokenizer = make_tokenizer(template)
-    with pytest.raises(ValueError, match="turn 1"):
-        encode_chat(chat("q", "<think>hm</think>yes", "q", "no"), tokenizer)
+    encoded = encode_chat(chat("q", "<think>hm</think>yes", "q", "no"), tokenizer)
+    assert learned(encoded, tokenizer) == ["yes<|im_end|>", "no<|im_end|>"]
     assert learned(encode_chat(chat("q", "<think>hm</think>yes"), tokenizer), tokenizer) == [
         "<think>hm</think>yes<|im_end|>"
     ]
@@ -324,7 +324,7 @@ def test_row_forms_mean_the_same(row):
     assert (document.source, document.place, document.samples, document.text) == ("set", "set.jsonl:1", 3, "")
 
 
-@pytest.mark.parametrize("row", [{"prompt": "q"}, {"turns": ["q", "follow-up"]}, {"prompt": "q", "response": None}])
+@pytest.mark.parametrize("row", [{"prompt": "q"}, {"turns": ["q"]}, {"prompt": "q", "response": None}])
 def test_rows_without_answer_are_prompts(row):
     document = make_document(row, Source(path="x"), "", None)
     assert list(document.messages) == document.prompt == chat("q")
@@ -378,7 +378,7 @@ MALFORMED = [
     '{"messages": [{"role": "user", "content": null}]}',
     '{"messages": [{"role": "user", "content": 5}]}',
     '{"messages": [{"role": 5, "content": "x"}]}',
-    '{"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}',
+    '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
     '{"messages": [{"role": "assistant", "content": "no question"}]}',
     '{"messages": [{"role": "system", "content": "no question"}]}',
     '{"prompt": null, "response": "a"}',
@@ -412,8 +412,7 @@ def test_lone_surrogates_and_bad_bytes_do_not_stop_the_reader(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "\\ud800 q"}\n\n{"prompt": "caf\xe9"}\n{"text": "' + b"\\ud800 " * 200 + b'"}\n')
     documents, skipped = read(path, words=10)
-    assert len(documents) + skipped["malformed rows"] == 3
-    assert documents
+    assert (documents, skipped["malformed rows"]) == ([], 3)
 
 
 def test_byte_order_mark(tmp_path):
@@ -493,9 +492,9 @@ def key_rank(prompt: str, seed: int = 0) -> float:
 def test_missing_file_and_wrong_suffix(tmp_path):
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         corpus_of(tmp_path / "none.jsonl")
-    (tmp_path / "a.csv").write_text("q,a\n")
-    with pytest.raises(UserError, match=r"a\.csv: expected \.jsonl"):
-        corpus_of(tmp_path / "a.csv")
+    (tmp_path / "a.xls").write_text("q,a\n")
+    with pytest.raises(UserError, match=r"a\.xls: expected \.jsonl"):
+        corpus_of(tmp_path / "a.xls")
     with pytest.raises(UserError, match="no such file"):
         corpus_of(tmp_path)
 
@@ -540,9 +539,9 @@ def test_duplicates_are_dropped_and_counted(tmp_path):
     corpus = corpus_of(jsonl(tmp_path / "a.jsonl", rows), held_out=0.5)
     places = {int(d.place.rsplit(":", 1)[1]) for d in [*corpus.train, *corpus.held_out]}
     assert places == {1, *range(4, 34)}
-    assert corpus.skipped == Counter(duplicates=2)
+    assert corpus.skipped.counts == Counter(duplicates=2)
     again = read_corpus(CorpusConfig([Source(path=str(tmp_path / "a.jsonl"))] * 2, held_out=0.5), 0)
-    assert (again.train, again.held_out) == (corpus.train, corpus.held_out)
+    assert (list(again.train), list(again.held_out)) == (list(corpus.train), list(corpus.held_out))
 
 
 def asked(documents: list[Document]) -> list[str]:
@@ -578,10 +577,10 @@ def test_limit_is_not_biased_towards_one_side(tmp_path):
 
 def test_malformed_rows_are_reported_with_their_place(tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", ["{bad"] * 9 + [{"prompt": "q"}])
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     assert len(list(read_source(Source(path=str(path)), None, skipped))) == 1
     out = "".join(capsys.readouterr().out.split())
-    assert skipped == Counter({"malformed rows": 9})
+    assert skipped.counts == Counter({"malformed rows": 9})
     assert "a.jsonl:1:" in out
     assert "a.jsonl:5:" in out
     assert "a.jsonl:6:" not in out

@@ -88,7 +88,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_round_trip_is_bit_exact(tmp_path, dtype):
     documents = make_documents(10, dtype=DTYPES[dtype])
     done = fill(tmp_path, documents, dtype=dtype).finish()
@@ -102,7 +102,7 @@ def test_round_trip_is_bit_exact(tmp_path, dtype):
     assert reader.manifest == done == read_manifest(tmp_path)
     assert (done.documents, done.tokens) == (10, sum(reader.lengths()))
     assert done.response_tokens == sum(int(d.mask_T.sum()) for d in documents)
-    assert done.bytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert done.bytes == sum(path.stat().st_size for path in tmp_path.glob("shard-*"))
     assert done.seconds == 2.0
     assert list(reader.damage()) == []
 
@@ -240,7 +240,9 @@ def test_changed_shard_is_found(tmp_path, place):
     blob = bytearray(path.read_bytes())
     blob[int(len(blob) * place)] ^= 1
     path.write_bytes(blob)
-    assert FeatureReader(tmp_path).verify() == ["shard-00002.safetensors"]
+    assert [unit for unit, _ in FeatureReader(tmp_path).damage()] == [2]
+    with pytest.raises(UserError, match=r"shard-00002.*headwright verify"):
+        list(FeatureReader(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty"])
@@ -253,7 +255,7 @@ def test_damaged_shard_is_one_message(tmp_path, damage):
     else:
         path.write_bytes(path.read_bytes()[:-5] if damage == "cut" else b"")
     with pytest.raises(UserError, match="shard-00001"):
-        FeatureReader(tmp_path)
+        list(FeatureReader(tmp_path))
 
 
 def test_no_store(tmp_path):
@@ -267,11 +269,11 @@ def test_no_store(tmp_path):
         ("", "not valid JSON"),
         ('{"schema": ', "not valid JSON"),
         ("{}", "schema None"),
-        ('{"schema": "headwright.features/9"}', "this version reads headwright.features/1"),
+        ('{"schema": "headwright.features/9"}', "this version reads headwright.features/2"),
         ("[]", r"manifest\.json"),
         ('"text"', r"manifest\.json"),
-        ('{"schema": "headwright.features/1"}', r"manifest\.json"),
-        ('{"schema": "headwright.features/1", "more": 1}', r"manifest\.json"),
+        ('{"schema": "headwright.features/2"}', r"manifest\.json"),
+        ('{"schema": "headwright.features/2", "more": 1}', r"manifest\.json"),
     ],
 )
 def test_broken_manifest(tmp_path, text, words):

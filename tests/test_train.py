@@ -530,7 +530,7 @@ def test_matrices_decay_and_vectors_do_not(tiny):
 def test_nothing_in_a_run_directory_is_pickled(straight):
     """Every file is text, or is read by safetensors."""
     files = [path for path in straight.directory.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jsonl", ".yaml"}
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jsonl", ".yaml", ".lock"}
     for path in files:
         if path.suffix == ".safetensors":
             assert load_file(path)

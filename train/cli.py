@@ -1,10 +1,15 @@
-"""`headwright harvest | train | eval | export | summary | plan`. Imports a stage only when it is asked for."""
+"""`headwright STAGE`, for every stage in the table below. Imports a stage only when it is asked for."""
 
 import importlib
 import sys
 
 STAGES = {
+    "plan": ("headwright.train.plan", "disk, memory and time of a run, from short probes, before anything is spent"),
+    "preview": ("headwright.data.preview", "show what the loss mask covers, in colour"),
+    "regenerate": ("headwright.data.regenerate", "let the target rewrite a corpus's answers, here or over servers"),
     "harvest": ("headwright.data.harvest", "run the target over the corpus and store its hidden states"),
+    "verify": ("headwright.data.damage", "compare stored features with their checksums"),
+    "vocab": ("headwright.data.coverage", "what the draft vocabulary covers, by source and script"),
     "train": ("headwright.train.run", "train a draft head on them"),
     "eval": (
         "headwright.eval.acceptance",
@@ -12,13 +17,12 @@ STAGES = {
     ),
     "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
     "summary": ("headwright.train.summary", "one table over a finished run"),
-    "plan": ("headwright.train.plan", "disk, memory and time of a run, before anything is spent"),
 }
 
 
 def usage() -> str:
     """The help text."""
-    lines = [f"  {name:8} {about}" for name, (_, about) in STAGES.items()]
+    lines = [f"  {name:10} {about}" for name, (_, about) in STAGES.items()]
     return (
         "headwright: train draft heads for speculative decoding, and prove what they are worth\n\n"
         "usage: headwright STAGE --config FILE [--dry-run] [section.key=value …]\n\n"
