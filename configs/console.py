@@ -47,6 +47,16 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def peak_memory() -> int:
+    """Bytes of host memory that this process held at most; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
 def duration(seconds: float) -> str:
     """Seconds as 3.2 s, 4 min 10 s, 2 h 5 min."""
     if seconds < 90:

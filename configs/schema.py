@@ -212,6 +212,13 @@ class ExportConfig:
 
 
 @dataclass
+class PlanConfig:
+    """`headwright plan`."""
+
+    seconds: Annotated[float, "time for the probes; two batches of the target are run in any case", Gt(0)] = 60.0
+
+
+@dataclass
 class RunConfig:
     """A run: harvest, train, eval, export, all from one file."""
 
@@ -228,6 +235,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def directory(self) -> Path:

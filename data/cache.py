@@ -1,6 +1,6 @@
 """Keys and values of past tokens, preallocated, with a write position per row.
 
-Target and heads use the same class. Shapes: B rows, L layers, G key-value heads, S slots, E head width, N new
+Target and heads use the same class. Shapes: B rows, L layers, G key-value heads of a layer, S slots, E head width, N new
 tokens. Slot s of row b holds position `positions[b, s]`; slots at and beyond `lengths[b]` are free, and nothing
 ever attends to them.
 """
@@ -18,19 +18,10 @@ class KVCache:
     the row. A tree is verified between the two: `keep()` advances by the accepted path only.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        heads: int,
-        slots: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        shape = (batch, heads, slots, width)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+    def __init__(self, layers: int, batch: int, slots: int, device: torch.device):
+        # Made by the first write: layers differ in heads and width, and may lie on several devices.
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
         self.positions = torch.zeros(batch, slots, dtype=torch.long, device=device)
         self.lengths = [0] * batch  # on the host: one cycle of decoding already returns tokens there
 
@@ -41,7 +32,7 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """Where positions and masks live."""
         return self.positions.device
 
     def room(self, new: int) -> int:
@@ -60,17 +51,29 @@ class KVCache:
         """Put new entries behind each row's tokens; return the keys and values of all slots in use."""
         new = keys_BGNE.shape[2]
         end = self.room(new)
-        keys, values = self.keys[layer], self.values[layer]
+        keys, values = (
+            self.store(kept, layer, made) for kept, made in ((self.keys, keys_BGNE), (self.values, values_BGNE))
+        )
         if len(set(self.lengths)) == 1:
             start = self.lengths[0]
             keys[:, :, start:end] = keys_BGNE
             values[:, :, start:end] = values_BGNE
         else:
-            rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-            slots = self.next_slots(new)
+            rows = torch.arange(len(self.lengths), device=keys.device)[:, None]
+            slots = self.next_slots(new).to(keys.device)
             keys[rows, :, slots] = keys_BGNE.transpose(1, 2)
             values[rows, :, slots] = values_BGNE.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
+
+    def store(self, kept: list[Tensor | None], layer: int, made_BGNE: Tensor) -> Tensor:
+        """The tensor [B, G, S, E] of one layer, made if need be."""
+        tensor = kept[layer]
+        if tensor is None:
+            batch, heads, _, width = made_BGNE.shape
+            shape = (batch, heads, self.slots, width)
+            with torch.inference_mode(False):  # or nobody outside inference mode could keep a path
+                tensor = kept[layer] = torch.zeros(shape, dtype=made_BGNE.dtype, device=made_BGNE.device)
+        return tensor
 
     def place(self, positions_BN: Tensor) -> None:
         """Record the positions of the tokens about to be written."""
@@ -106,7 +109,8 @@ class KVCache:
             source = torch.tensor(path, device=self.device) + start
             target = slice(start, start + len(path))
             for store in (*self.keys, *self.values):
-                store[row, :, target] = store[row].index_select(1, source)
+                if store is not None:
+                    store[row, :, target] = store[row].index_select(1, source.to(store.device))
             self.positions[row, target] = self.positions[row, source]
         self.lengths[row] += len(path)
 
@@ -117,7 +121,7 @@ class KVCache:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in that order; used when answers of a batch end."""
         index = torch.tensor(rows, device=self.device)
-        self.keys = [store.index_select(0, index) for store in self.keys]
-        self.values = [store.index_select(0, index) for store in self.values]
+        for kept in (self.keys, self.values):
+            kept[:] = [store if store is None else store.index_select(0, index.to(store.device)) for store in kept]
         self.positions = self.positions.index_select(0, index)
         self.lengths = [self.lengths[row] for row in rows]

@@ -75,16 +75,16 @@ class AttentionPlan:
     def __init__(self, mask_BNS: Tensor, query_positions_BN: Tensor, key_positions_BS: Tensor):
         self.mask_BNS = mask_BNS
         self.distance_BNS = query_positions_BN[:, :, None] - key_positions_BS[:, None, :]
-        self.ready: dict[tuple[int | None, int], Tensor] = {}
+        self.ready: dict[tuple[int | None, int, torch.device], Tensor] = {}
 
-    def mask(self, window: int | None, groups: int) -> Tensor:
+    def mask(self, window: int | None, groups: int, device: torch.device) -> Tensor:
         """Boolean mask [B, 1, groups·N, S], cut to a sliding window where the layer has one."""
-        if (window, groups) not in self.ready:
+        if (window, groups, device) not in self.ready:
             mask_BNS = self.mask_BNS
             if window is not None:
                 mask_BNS = mask_BNS & (self.distance_BNS < window)
-            self.ready[window, groups] = mask_BNS.repeat(1, groups, 1)[:, None]
-        return self.ready[window, groups]
+            self.ready[window, groups, device] = mask_BNS.repeat(1, groups, 1)[:, None].to(device)
+        return self.ready[window, groups, device]
 
 
 def plan_attention(
@@ -103,18 +103,22 @@ def plan_attention(
     """Attention under a plan. Query heads of one group are folded into the query length: keys are never repeated."""
     if plan is None:
         raise RuntimeError("this model's layers do not pass keyword arguments on to their attention")
-    if others.get("s_aux") is not None:
-        raise UserError("target: attention with sinks is not supported yet")
     batch, query_heads, new, width = query_BQNE.shape
     groups = query_heads // key_BGSE.shape[1]
-    mask = plan.mask(sliding_window, groups)
+    mask = plan.mask(sliding_window, groups, query_BQNE.device)
     folded = query_BQNE.reshape(batch, -1, groups * new, width)
-    if softcap is None:
+    sinks_Q = others.get("s_aux")
+    if softcap is None and sinks_Q is None:
         out = F.scaled_dot_product_attention(folded, key_BGSE, value_BGSE, attn_mask=mask, scale=scaling)
     else:
         scores = folded @ key_BGSE.transpose(-1, -2) * (scaling or width**-0.5)
-        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
-        out = scores.float().softmax(-1).to(value_BGSE.dtype) @ value_BGSE
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, -torch.inf).float()
+        if sinks_Q is not None:  # one more key per head, with a learned score and no value
+            sink = sinks_Q.float().reshape(-1, groups).repeat_interleave(new, 1)[None, :, :, None]
+            scores = torch.cat([scores, sink.expand(batch, -1, -1, -1)], -1)
+        out = scores.softmax(-1)[..., : key_BGSE.shape[2]].to(value_BGSE.dtype) @ value_BGSE
     return out.reshape(batch, query_heads, new, -1).transpose(1, 2), None
 
 
@@ -167,7 +171,12 @@ class Target:
         self.captured: dict[int, Tensor] = {}
         self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.place_hooks()
-        self.check()
+        try:
+            self.check()
+        except (RuntimeError, IndexError, TypeError, KeyError) as error:
+            raise UserError(
+                f"target {name}: {type(model).__name__} cannot be run under Headwright's attention and cache: {reason(error)}"
+            ) from None
 
     @classmethod
     def load(
@@ -214,11 +223,12 @@ class Target:
         """Logits [..., V] from the lm_head's input, with the model's own scaling and soft-capping; of `ids_W` only, if
         given.
         """
-        last_XD = last_XD.to(self.lm_head.weight.dtype)
+        weight, asked = self.lm_head.weight, last_XD.device
+        last_XD = last_XD.to(weight.device, weight.dtype)
         logits_XV = self.lm_head(last_XD) if ids_W is None else F.linear(last_XD, *self.lm_head_rows(ids_W))
         logits_XV = logits_XV * getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
         cap = getattr(self.text, "final_logit_softcapping", None)
-        return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
+        return (logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap).to(asked)
 
     def lm_head_rows(self, ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
         """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every
@@ -231,8 +241,7 @@ class Target:
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache for `batch` rows of at most `slots` tokens."""
-        spec = self.spec
-        return KVCache(spec.num_layers, batch, spec.num_kv_heads, slots, spec.head_dim, self.dtype, self.device)
+        return KVCache(self.spec.num_layers, batch, slots, self.device)
 
     @torch.inference_mode()
     def extend(
@@ -274,9 +283,9 @@ class Target:
                 plan=plan,
                 **{self.cache_key: cache},
             )
-        taps = [self.captured[tap] for tap in self.taps]
+        taps = [self.captured[tap].to(self.device) for tap in self.taps]
         self.captured.clear()
-        return Features(torch.stack(taps, dim=2), out.last_hidden_state)
+        return Features(torch.stack(taps, dim=2), out.last_hidden_state.to(self.device))
 
     @contextlib.contextmanager
     def attention(self, name: str) -> Iterator[None]:
@@ -379,8 +388,16 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def load_model(where: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
-    """The model and what its loading reported."""
-    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+    """The model and what its loading reported. Of a model that also sees, the text part is used."""
+    kind: Any = transformers.AutoModelForCausalLM
+    trusted = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
+    config = transformers.AutoConfig.from_pretrained(where, **trusted)
+    if (
+        type(config) in transformers.AutoModelForImageTextToText._model_mapping
+        and type(config) not in kind._model_mapping
+    ):
+        kind = transformers.AutoModelForImageTextToText
+    return kind.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:

@@ -163,8 +163,7 @@ class Head(DraftHead):
 
     def start(self, batch: int, slots: int) -> KVCache:
         """The head's own cache: one layer, a slot per row."""
-        spec, weight = self.spec, self.fc.weight
-        return KVCache(1, batch, spec.num_kv_heads, slots, spec.head_dim, weight.dtype, weight.device)
+        return KVCache(1, batch, slots, self.fc.weight.device)
 
     @torch.inference_mode()
     def propose(self, state: KVCache, context: Context, shape: TreeShape) -> Tree:

@@ -342,7 +342,7 @@ def test_model_with_an_unknown_last_step_is_refused():
 
 def test_model_whose_layers_compute_something_else_is_refused(monkeypatch):
     """An attention that ignores what ours is told shows in the first tap behind it."""
-    monkeypatch.setattr(AttentionPlan, "mask", lambda self, window, groups: self.mask_BNS.repeat(1, groups, 1)[:, None])
+    monkeypatch.setattr(AttentionPlan, "mask", lambda self, window, groups, device: self.mask_BNS.repeat(1, groups, 1)[:, None])
     make_target("llama")
     with pytest.raises(UserError, match="differs from Hugging Face's own"):
         make_target("mistral")
@@ -365,13 +365,6 @@ def test_model_without_decoder_layers_is_refused():
     )
     with pytest.raises(UserError, match="no list of decoder layers"):
         Target(transformers.GPT2LMHeadModel(config), make_tokenizer(), "gpt2", (1, 2))
-
-
-def test_attention_sinks_are_refused():
-    query = torch.zeros(1, 2, 1, 4)
-    plan = AttentionPlan(torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1), torch.zeros(1, 1))
-    with pytest.raises(UserError, match="sinks"):
-        plan_attention(None, query, query, query, None, plan=plan, s_aux=torch.zeros(2))
 
 
 def test_nothing_is_left_behind():

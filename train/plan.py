@@ -1,142 +1,248 @@
-"""What a run will take, by arithmetic on its config. Runnable: `headwright plan --config …`.
+"""What a run will take, from short probes of its own stages. Runnable: `headwright plan --config …`.
 
-Token counts come from the corpus (hub data sets are downloaded for it), model shapes from the target's config.json. Time is
-given for a stated FLOP rate; divide by your own device's.
+Tokens are counted with the target's tokenizer over the whole corpus. Seconds come from the real thing: batches of the
+harvest, steps of the training and cycles of the evaluation are run for a minute, and multiplied. `headwright summary` puts
+what happened beside it.
 """
 
-from dataclasses import dataclass
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
+from accelerate import Accelerator
 
-from headwright.configs import RunConfig, UserError, reason
+from headwright.configs import RunConfig
 from headwright.configs.command import run_stage
-from headwright.configs.console import duration, say, size, table
-from headwright.data.corpus import Corpus, read_corpus
-from headwright.data.harvest import check_offline
-from headwright.data.target import choose_dtype, choose_taps, locate
+from headwright.configs.console import duration, peak_memory, say, size, table
+from headwright.data.batch import DocumentFeatures, pack
+from headwright.data.corpus import read_corpus
+from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path
+from headwright.data.jobs import Jobs
+from headwright.data.sampling import Policy
+from headwright.data.store import bytes_per_token, write_json
+from headwright.data.stream import pack_in_order
+from headwright.data.target import Target
+from headwright.data.vocab import DraftVocab, count_tokens
+from headwright.eval.decode import speculate
+from headwright.heads.base import DraftHead, make_head
+from headwright.heads.draft_tree import TreeShape
+from headwright.train.loop import one_step
+from headwright.train.optim import make_optimizer
+from headwright.train.track import Meter
 
-SECTIONS = ("corpus", "answers", "harvest", "vocab", "train")
-ABOUT = "Disk, memory and time of a run, by arithmetic, before anything is spent."
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-CHARACTERS_PER_TOKEN = 4.0  # English prose and code; other languages have fewer
-FLOPS = 1e11  # per second: two CPU cores, fp32, as measured; a GPU has 1e14 and more
+SECTIONS = ("corpus", "answers", "harvest", "vocab", "train", "plan")
+ABOUT = "Disk, memory and time of a run, from short probes on this machine, before anything is spent."
+QUANTILES = (0.5, 0.85, 0.15, 0.7, 0.3, 0.95, 0.05)  # of the batches, by length: which are probed, in this order
+NOTE_BYTES = 160  # of a document in a shard: its note, offsets and checksum
+ADAM_BYTES = 12  # per trained parameter: the weight and two moments, fp32
 
 
 @dataclass
-class Estimate:
-    """Counts that everything else follows from."""
+class Plan:
+    """What is expected. Bytes and seconds."""
 
     documents: int
-    prompt_tokens: int
+    tokens: int
     response_tokens: int
-    target_parameters: float
-    head_parameters: float
-    vocabulary: int
-    hidden: int
-    taps: int
-
-    @property
-    def tokens(self) -> int:
-        """All tokens of the training documents."""
-        return self.prompt_tokens + self.response_tokens
-
-
-def estimate(run: RunConfig, corpus: Corpus, text: Any) -> Estimate:
-    """Counts from the corpus and the target's config."""
-    answers = [d for d in corpus.train for _ in range(d.samples if run.answers.by == "target" else 1)]
-    prompts = sum(prompt_characters(d) for d in answers) / CHARACTERS_PER_TOKEN
-    if run.answers.by == "target":
-        responses = len(answers) * run.answers.max_new_tokens
-    else:
-        responses = round(sum(answer_characters(d) for d in answers) / CHARACTERS_PER_TOKEN)
-    hidden, inner = text.hidden_size, text.intermediate_size
-    heads = text.num_attention_heads
-    width = (getattr(text, "head_dim", None) or hidden // heads) * heads
-    keys = (getattr(text, "num_key_value_heads", None) or heads) / heads
-    layer = hidden * width * (2 + 2 * keys) + 3 * hidden * inner
-    taps = len(choose_taps(run.harvest.taps, text.num_hidden_layers, run.target.model))
-    drafted = run.vocab.size or text.vocab_size
-    return Estimate(
-        len(answers),
-        round(prompts) + 8 * len(answers),
-        responses,
-        text.num_hidden_layers * layer + text.vocab_size * hidden,
-        layer + hidden * width * (1 + 2 * keys) + taps * hidden * hidden + drafted * hidden,
-        text.vocab_size,
-        hidden,
-        taps,
-    )
+    features_bytes: int
+    features_bytes_at_most: int
+    checkpoint_bytes: int
+    free_bytes: int
+    harvest_seconds: float
+    train_seconds: float
+    eval_seconds: float
+    harvest_memory: int
+    train_memory: int
+    device_memory: int
+    target_parameters: int
+    head_parameters: int
+    steps: int
+    probes: dict[str, float]
 
 
-def prompt_characters(document: Any) -> int:
-    """Length of what comes before the answer."""
-    if document.text:
-        return len(document.opening())
-    return sum(len(turn["content"]) for turn in document.prompt)
+@dataclass
+class Harvested:
+    """What the harvest's probe saw: its documents, and how long answers are as a share of the longest."""
 
-
-def answer_characters(document: Any) -> int:
-    """Length of the corpus's own answers."""
-    return len(document.text) or sum(len(t["content"]) for t in document.messages if t["role"] == "assistant")
-
-
-def stages(run: RunConfig, e: Estimate) -> list[tuple[str, str, float]]:
-    """(what, how it is counted, FLOPs) of the long stages."""
-    steps = getattr(run.head, "steps", 1)
-    harvest = 2 * e.target_parameters * e.tokens
-    training = 6 * e.head_parameters * e.response_tokens * steps * run.train.epochs
-    return [
-        ("harvest", "2 · target parameters · tokens", harvest),
-        (
-            "train",
-            f"6 · head parameters · response tokens · {steps} steps · {run.train.epochs:g} epochs",
-            training,
-        ),
-    ]
+    documents: list[DocumentFeatures]
+    seconds: float
+    tokens: int
+    shares: dict[bool, float]  # of a prompt's first answer, and of the others
 
 
 def plan(run: RunConfig, dry_run: bool = False) -> None:
-    """Print the plan."""
+    """Probe, predict, print, and keep the prediction."""
     if dry_run:
         check_offline(run)
         return
-    corpus = read_corpus(run.corpus, run.seed)
-    e = estimate(run, corpus, target_config(run))
-    width = BYTES[run.harvest.dtype]
-    store = e.tokens * (e.taps * e.hidden * width + 5) + e.response_tokens * (e.hidden * width + 8)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = 4 if choose_dtype(run.target.dtype, device) == torch.float32 else 2
-    memory = loaded * e.target_parameters + 16 * e.head_parameters
-    table(
-        f"plan of {run.name}",
-        ("what", "estimate"),
-        [
-            ("training answers", e.documents),
-            ("tokens (prompt + response)", f"{e.prompt_tokens} + {e.response_tokens}"),
-            (
-                "target, head parameters",
-                f"{e.target_parameters / 1e6:.0f} M, {e.head_parameters / 1e6:.1f} M",
-            ),
-            ("disk: features", size(store)),
-            ("disk: checkpoints and head", size(16 * e.head_parameters)),
-            ("memory: weights, gradients, optimizer; activations come on top", size(memory)),
-            *((f"time: {name} at 100 GFLOP/s", duration(flops / FLOPS)) for name, _, flops in stages(run, e)),
-        ],
+    started = time.perf_counter()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    corpus = read_corpus(run.corpus, run.seed, run.directory)
+    target = Target.load(run.target, run.harvest.taps, device)
+    sides = [
+        jobs_of(run, target.tokenizer, target.spec.max_positions, name, documents, corpus.skipped)
+        for name, documents in (("train", corpus.train), ("held-out", corpus.held_out))
+    ]
+    say(f"probing on {device}, for about {run.plan.seconds:.0f} s")
+    found = predict(run, target, sides)
+    found.probes["all"] = time.perf_counter() - started
+    write_json(run.directory / "plan.json", asdict(found))
+    show(run, found)
+
+
+def predict(run: RunConfig, target: Target, sides: Sequence[Jobs]) -> Plan:
+    """All probes, multiplied."""
+    sample = probe_harvest(run, target, sides[0])
+    harvest_memory = peak_memory()
+    expected = [expected_tokens(jobs, sample.shares) for jobs in sides]
+    per_token, per_row = bytes_per_token(len(target.taps), target.spec.hidden_size, run.harvest.dtype)
+    disk = sum(
+        tokens * per_token + responses * per_row + NOTE_BYTES * len(jobs)
+        for (tokens, responses), jobs in zip(expected, sides)
     )
-    for name, formula, flops in stages(run, e):
-        say(f"{name}: {formula} = {flops:.3g} FLOP; divide by your device's rate")
-    say(f"τ to expect: {band(e.response_tokens)}")
+    head = probe_head(run, target, sample.documents)
+    per_trained, steps = probe_training(run, target, head, sample.documents, expected[0][0])
+    parameters = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+    evaluation = probe_evaluation(run, target, head, sample.documents)
+    return Plan(
+        documents=len(sides[0]),
+        tokens=sum(tokens for tokens, _ in expected),
+        response_tokens=sum(responses for _, responses in expected),
+        features_bytes=disk,
+        features_bytes_at_most=sum(jobs.bytes(len(target.taps), target.spec.hidden_size) for jobs in sides),
+        checkpoint_bytes=parameters * (ADAM_BYTES + 4 + 4),
+        free_bytes=shutil.disk_usage(run.directory).free,
+        harvest_seconds=sum(tokens for tokens, _ in expected) * sample.seconds / sample.tokens,
+        train_seconds=run.train.epochs * expected[0][0] * per_trained
+        + run.train.evals * expected[1][0] * per_trained / 3,  # a measurement runs forward only
+        eval_seconds=evaluation,
+        harvest_memory=harvest_memory,
+        train_memory=peak_memory(),
+        device_memory=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        target_parameters=sum(weight.numel() for weight in target.model.parameters()),
+        head_parameters=parameters,
+        steps=steps,
+        probes={"harvest": sample.seconds},
+    )
 
 
-def target_config(run: RunConfig) -> Any:
-    """The target's text config, without its weights."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(locate(run.target.model), revision=run.target.revision)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.model {run.target.model}: its config cannot be read: {reason(error)}") from None
-    return config.get_text_config()
+def probe_harvest(run: RunConfig, target: Target, jobs: Jobs) -> Harvested:
+    """Real batches of several lengths, until half of the time is spent; two at least."""
+    batches = list(jobs.batches())
+    run_batch(run, target, [jobs.spool[batches[0][0]]])  # warm-up
+    documents: list[DocumentFeatures] = []
+    said: dict[bool, list[int]] = {True: [0, 0], False: [0, 0]}
+    seconds = 0.0
+    for done, place in enumerate(dict.fromkeys(int(q * len(batches)) for q in QUANTILES)):
+        if done >= 2 and seconds > run.plan.seconds / 2:
+            break
+        started = time.perf_counter()
+        these = [jobs.spool[number] for number in batches[place]]
+        made = run_batch(run, target, these)
+        seconds += time.perf_counter() - started
+        for number, job, parts in zip(batches[place], these, made):
+            said[job.sample == 0][0] += sum(int(part.mask_T.sum()) for part in parts)
+            said[job.sample == 0][1] += jobs.rows[number] if job.mask is None else int(sum(job.mask))
+            documents += parts
+    overall = sum(a for a, _ in said.values()) / sum(b for _, b in said.values())
+    shares = {first: a / b if b else overall for first, (a, b) in said.items()}
+    return Harvested(documents, seconds, sum(len(d.ids_T) for d in documents), shares)
+
+
+def expected_tokens(jobs: Jobs, shares: dict[bool, float]) -> tuple[int, int]:
+    """Tokens and response tokens of a side: exact for texts; answers at the share of their limit that was seen."""
+    tokens = responses = 0.0
+    for number, (_, _, sample) in enumerate(jobs.keys):
+        share = shares[sample == 0]
+        responses += share * jobs.rows[number]
+        tokens += jobs.tokens[number] - (1 - share) * jobs.rows[number]
+    return round(tokens), round(responses)
+
+
+def probe_head(run: RunConfig, target: Target, documents: Sequence[DocumentFeatures]) -> DraftHead:
+    """An untrained head of the right size. Its vocabulary is the sample's, filled up with any ids."""
+    size = target.spec.vocab_size
+    counts = count_tokens((d.ids_T[d.mask_T] for d in documents), size)
+    kept = torch.argsort(counts, descending=True, stable=True)[: run.vocab.size or size].sort().values
+    head = make_head(run.head, target.spec, target.taps, DraftVocab(kept, size)).to(target.device)
+    head.initialise(target)
+    return head
+
+
+def probe_training(
+    run: RunConfig, target: Target, head: DraftHead, documents: Sequence[DocumentFeatures], tokens: int
+) -> tuple[float, int]:
+    """Seconds per packed token, from a few real steps; and how many steps there will be."""
+    accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
+    model, optimizer = accelerator.prepare(head, make_optimizer(head, run.train))
+    groups = pack_in_order([len(d.ids_T) for d in documents], run.train.tokens_per_batch, run.seed, epoch=0)
+    batches = [pack([documents[number] for number in group]) for group in groups]
+    one_step(accelerator, model, optimizer, [batches[0]], target, run.train, Meter())  # warm-up
+    seconds, seen = 0.0, 0
+    for done, batch in enumerate(batches):
+        if done >= 3 and seconds > run.plan.seconds / 4:
+            break
+        started = time.perf_counter()
+        float(one_step(accelerator, model, optimizer, [batch], target, run.train, Meter()))
+        seconds += time.perf_counter() - started
+        seen += len(batch.ids_T)
+    per_batch = sum(len(d.ids_T) for d in documents) / len(groups)
+    steps = run.train.epochs * tokens / per_batch / run.train.accumulate / accelerator.num_processes
+    return seconds / seen / accelerator.num_processes, max(1, round(steps))
+
+
+def probe_evaluation(run: RunConfig, target: Target, head: DraftHead, documents: Sequence[DocumentFeatures]) -> float:
+    """Seconds of the evaluation: cycles of every shape with an untrained head, which emit one token each."""
+    prompt = documents[0].ids_T[: int(documents[0].mask_T.int().argmax())].tolist()
+    count = 12
+    head.eval()
+    plain = timed_cycle(target, head, prompt, TreeShape("chain", 1, 1, 1), count)
+    tokens = run.eval.prompts * run.eval.max_new_tokens
+    tau = expected_tau(sum(int(d.mask_T.sum()) for d in documents))
+    shapes = [TreeShape.of(shape) for shape in run.eval.shapes]
+    cycles = sum(timed_cycle(target, head, prompt, shape, count) for shape in shapes) * len(run.eval.temperatures)
+    return 2 * plain * run.eval.timed_prompts * run.eval.max_new_tokens + tokens / tau * (cycles + plain)
+
+
+def timed_cycle(target: Target, head: DraftHead, prompt: list[int], shape: TreeShape, count: int) -> float:
+    """Seconds of one cycle."""
+    out = speculate(target, head, prompt, shape, count, Policy())
+    return (out.seconds - out.phases["prefill"]) / max(len(out.emitted), 1)
+
+
+def expected_tau(response_tokens: int) -> float:
+    """The middle of the band, for estimating how many cycles there will be."""
+    return 1.8 if response_tokens < 1_000_000 else 2.5
+
+
+def show(run: RunConfig, found: Plan) -> None:
+    """Print the plan."""
+    stages = (("harvest", found.harvest_seconds), ("train", found.train_seconds), ("eval", found.eval_seconds))
+    at_most = f"{size(found.features_bytes)} (at most {size(found.features_bytes_at_most)})"
+    rows: list[tuple[str, Any]] = [
+        ("training documents", found.documents),
+        ("tokens, of them response tokens", f"{found.tokens}, {found.response_tokens}"),
+        (
+            "target, head parameters",
+            f"{found.target_parameters / 1e6:.0f} M, {found.head_parameters / 1e6:.1f} M trained",
+        ),
+        ("disk: features", at_most if run.harvest.features != "live" else "none: live"),
+        ("disk: checkpoint, head and export", size(found.checkpoint_bytes)),
+        ("disk: free", size(found.free_bytes)),
+        ("memory: harvest, training (as probed)", f"{size(found.harvest_memory)}, {size(found.train_memory)}"),
+        *([("memory: GPU (as probed)", size(found.device_memory))] if found.device_memory else []),
+        *((f"time: {name}", duration(seconds)) for name, seconds in stages),
+        ("time: together", duration(sum(seconds for _, seconds in stages))),
+        ("training steps", found.steps),
+    ]
+    table(f"plan of {run.name}", ("what", "estimate"), rows)
+    say(f"τ to expect: {band(found.response_tokens)}")
+    if found.features_bytes_at_most > found.free_bytes and run.harvest.features == "stored":
+        say(f"warning: the features may not fit {store_path(run, 'train')}: the harvest will refuse to start")
+    say(f"the probes took {duration(found.probes['all'])}; headwright summary compares after the run")
 
 
 def band(response_tokens: int) -> str:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
-from headwright.configs.console import duration, say, table
+from headwright.configs.console import duration, peak_memory, say, table
 from headwright.data.corpus import read_corpus
 from headwright.data.harvest import check_offline, jobs_of, make_manifest, save_config, store_path
 from headwright.data.live import HybridDocuments, LiveDocuments
@@ -198,7 +198,7 @@ def show_end(run: RunConfig, state: Progress, covered: float) -> None:
         f"trained {state.step} steps in {duration(state.seconds)}; "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
-    write_json(run.directory / "training.json", vars(state) | {"coverage": covered})
+    write_json(run.directory / "training.json", vars(state) | {"coverage": covered, "peak_memory": peak_memory()})
 
 
 def main(argv: list[str] | None = None, kind: str | None = None) -> None:

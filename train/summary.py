@@ -8,7 +8,7 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
-from headwright.data.store import read_manifest
+from headwright.data.store import read_manifest, write_json
 from headwright.heads.export import sampling
 
 ABOUT = "One table over a finished run."
@@ -60,7 +60,38 @@ def summarise(run: RunConfig, dry_run: bool = False) -> None:
         *((f"export {engine}", str(run.directory / "export" / engine)) for engine in run.export.engines),
     ]
     table(f"run {run.name}", ("what", "result"), rows)
+    write_json(run.directory / "summary.json", dict(rows) | {"plan": compare(run, training, report)})
+    show_plan(run, training, report)
     say(f"Serve it: {run.directory / 'export' / run.export.engines[0] / 'SERVE.md'}")
+
+
+def compare(run: RunConfig, training: dict[str, Any], report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Predicted and actual, where the run was planned."""
+    path = run.directory / "plan.json"
+    if not path.is_file():
+        return {}
+    predicted = read(path)
+    sides = [read_manifest(store_path(run, side)) for side in ("train", "held-out")]
+    actual = {
+        "tokens": sum(side.tokens for side in sides),
+        "features_bytes": sum(side.bytes for side in sides),
+        "harvest_seconds": sum(side.seconds for side in sides),
+        "train_seconds": training["seconds"],
+        "eval_seconds": report["seconds"],
+    }
+    return {name: {"predicted": predicted[name], "actual": value} for name, value in actual.items()}
+
+
+def show_plan(run: RunConfig, training: dict[str, Any], report: dict[str, Any]) -> None:
+    """What `headwright plan` said, and what came of it."""
+    units = {"tokens": lambda count: f"{count:.0f}", "features_bytes": size}
+    rows = []
+    for name, pair in compare(run, training, report).items():
+        show = units.get(name, duration)
+        off = f"{pair['predicted'] / pair['actual'] - 1:+.0%}" if pair["actual"] else "–"
+        rows.append((name.replace("_", " "), show(pair["predicted"]), show(pair["actual"]), off))
+    if rows:
+        table("plan", ("what", "predicted", "actual", "off by"), rows)
 
 
 def main(argv: list[str] | None = None) -> None:
