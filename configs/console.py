@@ -1,5 +1,6 @@
 """What stages print: tables, progress bars, numbers with units."""
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -10,8 +11,15 @@ from rich.table import Table
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
+def speaks() -> bool:
+    """Whether this is the process of a launch that talks to the user."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; the first column is left-aligned, the others right."""
+    if not speaks():
+        return
     grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for index, column in enumerate(columns):
         grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -22,7 +30,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def say(message: str) -> None:
     """One line for the user."""
-    console.print(message, markup=False)
+    if speaks():
+        console.print(message, markup=False)
 
 
 def progress(quiet: bool = False) -> Progress:

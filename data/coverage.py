@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headwright.configs import RunConfig
 from headwright.configs.command import run_stage
 from headwright.configs.console import say, table
 from headwright.data.batch import Answer
-from headwright.data.harvest import check_offline, store_path
+from headwright.data.corpus import read_corpus
+from headwright.data.harvest import check_offline, jobs_of, store_path
+from headwright.data.live import Texts
 from headwright.data.store import FeatureReader
+from headwright.data.stream import Answers
 from headwright.data.target import load_tokenizer
 from headwright.data.vocab import DraftVocab, choose_vocab, count_tokens, coverage, grouped
 
@@ -84,26 +88,36 @@ def show(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         check_offline(run)
         return
-    features, held_out = (FeatureReader(store_path(run, side)) for side in ("train", "held-out"))
-    tokenizer = load_tokenizer(run.target)
-    vocab = choose_vocab(run, features, tokenizer)
+    held_out, tokenizer = FeatureReader(store_path(run, "held-out")), load_tokenizer(run.target)
+    features = training_text(run, held_out, tokenizer)
+    vocab = choose_vocab(run, features, held_out.manifest.target, tokenizer)
     depth = next((shape.depth for shape in run.eval.shapes if shape.kind == "chain"), 5)
     columns = ("text", "tokens", "distinct", "inside", "target's choice inside", f"τ bound, chain of {depth}")
-    for side, reader in (("training", features), ("held-out", held_out)):
-        groups = cover(vocab, grouped(reader.answers(), tokenizer), depth)
+    for side, answers in (("training", features.answers()), ("held-out", held_out.answers())):
+        groups = cover(vocab, grouped(answers, tokenizer), depth)
         table(f"{side} text, vocabulary of {len(vocab)}", columns, (g.row(name) for name, g in groups.items()))
     show_sizes(run, features, held_out, tokenizer)
     say("A perfect head that is cut to the vocabulary reaches the bound; no head reaches more.")
 
 
-def show_sizes(run: RunConfig, features: FeatureReader, held_out: FeatureReader, tokenizer: object) -> None:
+def training_text(run: RunConfig, held_out: FeatureReader, tokenizer: Any) -> Answers:
+    """The stored tokens; where features are live, the corpus's."""
+    if run.harvest.features == "stored":
+        return FeatureReader(store_path(run, "train"))
+    corpus = read_corpus(run.corpus, run.seed, run.directory)
+    longest = held_out.manifest.target["max_positions"]
+    return Texts(jobs_of(run, tokenizer, longest, "train", corpus.train, corpus.skipped))
+
+
+def show_sizes(run: RunConfig, features: Answers, held_out: FeatureReader, tokenizer: Any) -> None:
     """Other sizes, to choose from."""
-    size = features.manifest.target["vocab_size"]
-    counts, unseen = (count_tokens(reader.response_tokens(), size) for reader in (features, held_out))
+    spec = held_out.manifest.target
+    counts = count_tokens(features.response_tokens(), spec["vocab_size"])
+    unseen = count_tokens(held_out.response_tokens(), spec["vocab_size"])
     distinct = int((counts > 0).sum())
     rows: list[tuple[object, ...]] = []
     for tried in (2**power for power in range(9, 19) if 2**power < distinct):
-        vocab = choose_vocab(run, features, tokenizer, tried)
+        vocab = choose_vocab(run, features, spec, tokenizer, tried)
         rows.append((tried, f"{coverage(vocab, counts):.2%}", f"{coverage(vocab, unseen):.2%}"))
     whole = float((unseen * (counts > 0)).sum()) / max(int(unseen.sum()), 1)
     rows.append((f"{distinct} (all that occur)", "100.00%", f"{whole:.2%}"))

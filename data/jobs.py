@@ -3,6 +3,7 @@
 What is cut depends on the corpus and the run alone, never on how many processes there are.
 """
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ import torch
 import xxhash
 
 from headwright.configs import RunConfig, UserError
+from headwright.configs.console import say
 from headwright.data.batch import last_rows
 from headwright.data.chat import Renderer
 from headwright.data.corpus import Document, Skipped, decode_document, encode_document, encode_prompt
@@ -61,6 +63,7 @@ class Jobs:
         self.keys: list[tuple[int, int, int]] = []  # prompt length, document's hash, sample
         self.tokens, self.rows = array("L"), array("L")  # of the finished document, at most
         self.content = xxhash.xxh64()
+        self.cut = 0  # texts that were longer than allowed
 
     def __len__(self) -> int:
         return len(self.spool)
@@ -133,19 +136,26 @@ def collect_jobs(
     jobs = Jobs(run, folder)
     for document in documents:
         try:
-            for job in document_jobs(run, renderer, document, held_out, longest):
+            made, was_cut = document_jobs(run, renderer, document, held_out, longest)
+            jobs.cut += was_cut
+            for job in made:
                 jobs.add(job)
         except ValueError as error:
-            skipped.add(str(error), document.place, str(error))
+            why = str(error)
+            skipped.add(re.sub(r"^turn \d+: ", "", why), document.place, why)
     if not jobs:
         raise UserError(
             f"harvest: no usable {'held-out' if held_out else 'training'} document; the reasons stand above"
         )
+    if jobs.cut:
+        say(f"{jobs.cut} {'held-out' if held_out else 'training'} documents were cut at {longest} tokens")
     return jobs
 
 
-def document_jobs(run: RunConfig, renderer: Renderer, document: Document, held_out: bool, longest: int) -> list[Job]:
-    """The jobs of one document. Raises ValueError where it cannot be used.
+def document_jobs(
+    run: RunConfig, renderer: Renderer, document: Document, held_out: bool, longest: int
+) -> tuple[list[Job], bool]:
+    """The jobs of one document, and whether it was cut. Raises ValueError where it cannot be used.
 
     Held-out prompts are always answered by the target, greedily: τ is about its text, whoever wrote the training text.
     """
@@ -154,13 +164,13 @@ def document_jobs(run: RunConfig, renderer: Renderer, document: Document, held_o
         ids, mask = encoded.ids[:longest], encoded.mask[:longest]
         if sum(mask) < 2:
             raise ValueError(f"no response tokens within corpus.max_length {longest}")
-        return [Job(document, ids, mask)]
+        return [Job(document, ids, mask)], len(encoded.ids) > longest
     ids = encode_prompt(document, renderer)
     if len(ids) + run.answers.max_new_tokens > longest:
         raise ValueError(
             f"prompt and answer are longer than {longest} tokens (corpus.max_length, or the target's context)"
         )
-    return [Job(document, ids, None, sample) for sample in range(1 if held_out else document.samples)]
+    return [Job(document, ids, None, sample) for sample in range(1 if held_out else document.samples)], False
 
 
 def check_ids(jobs: Jobs, vocabulary: int) -> None:

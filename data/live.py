@@ -17,13 +17,11 @@ from headwright.data.store import DTYPES, OPEN_SHARDS, FeatureWriter, Manifest, 
 from headwright.data.target import Target
 
 
-class LiveDocuments:
-    """Texts, and the target that reads them when they are asked for. One thread at a time runs the target."""
+class Texts:
+    """The tokens of a side, without features."""
 
-    def __init__(self, root: Path, manifest: Manifest, jobs: Jobs, target: Target):
-        self.root, self.manifest, self.jobs, self.target = root, manifest, jobs, target
-        self.manifest.response_tokens = sum(len(ids) for ids in self.response_tokens())
-        self.lock = threading.Lock()
+    def __init__(self, jobs: Jobs):
+        self.jobs = jobs
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -31,6 +29,26 @@ class LiveDocuments:
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return list(self.jobs.tokens)
+
+    def response_tokens(self) -> Iterator[Tensor]:
+        """The response token ids, document by document."""
+        return (answer.ids for answer in self.answers())
+
+    def answers(self) -> Iterator[Answer]:
+        """The response tokens of each document."""
+        for job in self.jobs.spool:
+            yield answer_of(job.document.source, torch.tensor(job.ids), torch.tensor(job.mask or []).bool(), None)
+
+
+class LiveDocuments(Texts):
+    """Texts, and the target that reads them when they are asked for. One thread at a time runs the target."""
+
+    def __init__(self, root: Path, manifest: Manifest, jobs: Jobs, target: Target):
+        super().__init__(jobs)
+        self.root, self.manifest, self.target = root, manifest, target
+        self.manifest.documents, self.manifest.tokens = len(jobs), sum(jobs.tokens)
+        self.manifest.response_tokens = sum(len(ids) for ids in self.response_tokens())
+        self.lock = threading.Lock()
 
     def read(self, documents: Sequence[int]) -> list[DocumentFeatures]:
         """The target's pass over some documents, together, in the precision that a store would have."""
@@ -42,15 +60,6 @@ class LiveDocuments:
         jobs = [self.jobs.spool[document] for document in documents]
         texts = [(job.ids, job.mask or []) for job in jobs]
         return read_documents(self.target, texts, DTYPES[self.manifest.dtype])
-
-    def response_tokens(self) -> Iterator[Tensor]:
-        """The response token ids, document by document."""
-        return (answer.ids for answer in self.answers())
-
-    def answers(self) -> Iterator[Answer]:
-        """The response tokens of each document."""
-        for job in self.jobs.spool:
-            yield answer_of(job.document.source, torch.tensor(job.ids), torch.tensor(job.mask or []).bool(), None)
 
 
 class HybridDocuments(LiveDocuments):

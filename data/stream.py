@@ -18,7 +18,19 @@ from headwright.data.store import FeatureReader, Manifest
 T = TypeVar("T")
 
 
-class Documents(Protocol):
+class Answers(Protocol):
+    """Tokens without features: all that a draft vocabulary needs."""
+
+    def response_tokens(self) -> Iterator[Tensor]:
+        """The response token ids."""
+        ...
+
+    def answers(self) -> Iterator[Answer]:
+        """The response tokens of each document, and what the target itself would have said in their places."""
+        ...
+
+
+class Documents(Answers, Protocol):
     """Where features come from: a store (FeatureReader), or the target itself (live.py)."""
 
     root: Path
@@ -32,14 +44,6 @@ class Documents(Protocol):
 
     def read(self, documents: Sequence[int]) -> list[DocumentFeatures]:
         """Several documents, in the given order. Called from threads, when `workers` are more than one."""
-        ...
-
-    def response_tokens(self) -> Iterator[Tensor]:
-        """The response token ids."""
-        ...
-
-    def answers(self) -> Iterator[Answer]:
-        """The response tokens of each document, and what the target itself would have said in their places."""
         ...
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwright.configs import RunConfig, UserError
 from headwright.data.batch import Answer
 from headwright.data.scripts import script_of
-from headwright.data.stream import Documents
+from headwright.data.stream import Answers
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,13 @@ def count_tokens(pieces: Iterable[Tensor], target_size: int) -> Tensor:
     return counts
 
 
-def choose_vocab(run: RunConfig, features: Documents, tokenizer: Any, size: int | None = None) -> DraftVocab:
-    """The draft vocabulary that the run file asks for (or one of another size), of the training text."""
-    spec = features.manifest.target
+def choose_vocab(
+    run: RunConfig, features: Answers, spec: dict[str, Any], tokenizer: Any, size: int | None = None
+) -> DraftVocab:
+    """The draft vocabulary that the run file asks for (or one of another size), of the training text.
+
+    `spec` is the target's, as a manifest keeps it.
+    """
     counts_V = count_tokens(features.response_tokens(), spec["vocab_size"])
     pinned = pinned_ids(tokenizer, spec["eos_token_ids"], spec["vocab_size"], run.vocab.pin_bytes)
     groups = group_counts(features, tokenizer, counts_V) if run.vocab.quotas else {}
@@ -136,7 +140,7 @@ def byte_pieces(tokenizer: Any, size: int) -> list[int]:
     return [token for token in found if token is not None and token < size]
 
 
-def group_counts(features: Documents, tokenizer: Any, counts_V: Tensor) -> dict[str, Tensor]:
+def group_counts(features: Answers, tokenizer: Any, counts_V: Tensor) -> dict[str, Tensor]:
     """Occurrences [V] by source and by script."""
     groups: dict[str, Tensor] = {}
     for name, part in grouped(features.answers(), tokenizer):

@@ -152,7 +152,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault and fault[:3].isdigit():
             code, _, after = fault.partition(" ")
-            wanted = {"": {}, "later": {"Retry_After": "0.01"}, "date": {"Retry_After": "Wed, 21 Oct 2037 07:28:00 GMT"}}
+            wanted = {
+                "": {},
+                "later": {"Retry_After": "0.01"},
+                "date": {"Retry_After": "Wed, 21 Oct 2037 07:28:00 GMT"},
+            }
             text = json.dumps({"error": {"message": f"{self.server.message}: {code}"}})
             self.head(int(code), len(text), **wanted.get(after, {"Retry_After": after}))
             self.wfile.write(text.encode())

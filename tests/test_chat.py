@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headwright.configs.schema import LearnConfig, Source
 from headwright.data.chat import Renderer
-from headwright.data.corpus import make_document
 from headwright.data.corpus import encode_document as encode
+from headwright.data.corpus import make_document
 
 END = "<|im_end|>"
 MARKS = (("⟪", "{% generation %}"), ("⟫", "{% endgeneration %}"))
@@ -66,27 +66,30 @@ QWEN3 = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 LLAMA31 = (
-    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\nTools: {{ tools | tojson }}<|eot_id|>{% endif %}"
+    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    "Tools: {{ tools | tojson }}<|eot_id|>{% endif %}"
     "{% for m in messages %}{% if m.role in ('tool', 'ipython') %}<|start_header_id|>ipython<|end_header_id|>\n\n"
     "{{ m.content | tojson }}<|eot_id|>{% elif 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟪"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
-    "<|eot_id|>⟫{% elif m.role == 'assistant' %}<|start_header_id|>assistant<|end_header_id|>\n\n⟪{{ m.content | trim }}<|eot_id|>⟫"
+    "<|eot_id|>⟫{% elif m.role == 'assistant' %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n⟪{{ m.content | trim }}<|eot_id|>⟫"
     "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 # The prompt opens the reasoning. R1 drops what is before </think>; others keep it.
 R1 = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>⟪{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>⟫"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>"
+    "⟪{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>⟫"
     "{% else %}<｜User｜>{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
 R1_KEEPS = R1.replace(
     "⟪{{ m.content.split('</think>')[-1] }}",
-    "{% if m.reasoning_content %}<think>\n⟪{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}"
-    "{% else %}⟪{{ m.content }}{% endif %}",
-).replace("⟫{% else %}", "⟫{% else %}")
+    "{% if m.reasoning_content %}<think>\n{% endif %}"
+    "⟪{% if m.reasoning_content %}{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}",
+)
 HEADS = {
     "plain": (SPECIAL, END),
     "qwen2.5": (SPECIAL, END),
@@ -192,10 +195,10 @@ def expected_runs(messages, name, thinking=True, tool_calls=True):
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(messages=agent_chats(), tools=st.sampled_from([None, [TOOL]]))
 def test_reasoning_and_tool_calls(name, thinking, messages, tools):
-    """Qwen 2.5 knows no reasoning; Qwen 3 keeps that after the last question. The call text in the system prompt is not learned."""
+    """Qwen 2.5 knows no reasoning; Qwen 3 keeps that after the last question. Calls in the system prompt are context."""
     tokenizer = BOTH[name][0]
     found = runs(tokenizer, messages, tools, thinking=thinking)
     assert found == expected_runs(messages, name, thinking)
@@ -203,7 +206,7 @@ def test_reasoning_and_tool_calls(name, thinking, messages, tools):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(messages=agent_chats())
 def test_tool_calls_not_learned(name, messages):
     """Content is, also before a call. No reasoning is drawn on the turns that call, see the next test."""
@@ -231,7 +234,7 @@ def same_masks(name, messages, tools=None, **learn):
 
 @pytest.mark.parametrize("last_turn", [True, False])
 @pytest.mark.parametrize("name", ["plain", "llama3.1", "r1"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(texts=st.lists(TEXT, min_size=2, max_size=7))
 def test_generation_marks_change_nothing(name, last_turn, texts):
     same_masks(name, [user(t) if i % 2 == 0 else said(t) for i, t in enumerate(texts)], last_turn=last_turn)
@@ -239,7 +242,7 @@ def test_generation_marks_change_nothing(name, last_turn, texts):
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(messages=agent_chats(), tools=st.sampled_from([None, [TOOL]]))
 def test_generation_marks_change_nothing_for_agents(name, thinking, messages, tools):
     """The last turn has reasoning: without it, Qwen 3 writes an empty one inside its marks."""
@@ -259,29 +262,26 @@ def test_generation_marks_change_nothing_for_empty_reasoning():
     same_masks("qwen3", [user("q"), said("yes")])
 
 
-@pytest.mark.parametrize("name", ["plain", "qwen3"])
-@pytest.mark.parametrize(
-    "header", ["<|im_start|>assistant\n⟪", "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}⟪"]
-)
-def test_marks_that_include_the_header(name, header):
+HEADED = {
+    "plain": "{% for m in messages %}{% if m.role == 'assistant' %}⟪<|im_start|>assistant\n{{ m.content }}<|im_end|>⟫\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "qwen3": QWEN3.replace("<|im_start|>assistant\n⟪", "⟪<|im_start|>assistant\n"),
+}
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_marks_that_include_the_header(name):
     """The generation prompt is never learned, whatever the marks say."""
-    template = TEMPLATES[name].replace(
-        header,
-        header.replace("⟪", "").replace("<|im_start|>", "{% if m.role == 'assistant' %}⟪{% endif %}<|im_start|>"),
-    )
-    tokenizer = tokenizer_of(name, template, marks=True)
+    tokenizer = tokenizer_of(name, HEADED[name], marks=True)
     messages = [user("q"), said("a", "hm"), user("q"), said("b", "hm")]
-    if template == TEMPLATES[name]:
-        pytest.skip("another template's header")
-    found = runs(tokenizer, messages)
-    assert found == ["a" + END, "b" + END] if name == "plain" else ["a" + END, "<think>\nhm\n</think>\n\nb" + END]
+    assert runs(tokenizer, messages) == expected_runs(messages, name)
 
 
 @pytest.mark.xfail(strict=True, reason="the prompt is looked for at the chat's start, which Qwen 3 rewrites later")
 def test_marks_that_include_the_header_where_reasoning_is_dropped():
-    template = QWEN3.replace("<|im_start|>assistant\n⟪", "⟪<|im_start|>assistant\n")
     messages = [user("q"), said("", "hm", [WEATHER]), reply("rain"), said("rain"), user("q"), said("b", "hm")]
-    found = runs(tokenizer_of("qwen3", template, marks=True), messages)
+    found = runs(tokenizer_of("qwen3", HEADED["qwen3"], marks=True), messages)
     assert not any("im_start" in run for run in found)
 
 
@@ -434,7 +434,7 @@ def test_arguments_as_text_mean_the_same():
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(messages=agent_chats())
 def test_last_turn_is_the_last_run(name, messages):
     tokenizer = BOTH[name][0]
@@ -532,7 +532,7 @@ def test_first_word_is_learned_with_its_space(name, metaspace):
 
 
 @pytest.mark.parametrize("name", ["mistral", "vicuna"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(texts=st.lists(st.sampled_from(["Hello", "there.", "a", "Hello there", "x y. z", "."]), min_size=2, max_size=5))
 def test_merged_tokens_learn_what_bytes_learn(name, texts):
     """The same text is learned by a tokenizer with merges as by one without."""

@@ -156,7 +156,7 @@ def make_run(model_dir: Path, chats: Path, runs: Path, features: str, dtype: str
         answers={"by": "corpus", "max_new_tokens": 12},
         harvest={"taps": list(TAPS), "tokens_per_batch": 512, "dtype": dtype, "features": features},
         train=settings | changes,
-        vocab={"size": 12, "pin_bytes": False},
+        vocab={"size": None, "pin_bytes": False},
     )
 
 

@@ -19,7 +19,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
 # What is said of earlier turns changes when there are later ones, as in templates that cut earlier reasoning.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'][:2] }}{% else %}{{ m['content'] }}{% endif %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}(cut){% else %}{{ m['content'] }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS = (
@@ -55,7 +55,7 @@ def chat(*contents: str) -> dict:
     return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]}
 
 
-CHATS = [chat(f"count to {i}", "one two", f"and to {i * 7}", "never", "go on", "three") for i in range(24)]
+CHATS = [chat(f"count to {i}", "one two", f"and to {i * 7}", "never", "go on", "three") for i in range(14)]
 
 
 def talk_run(model: Path, chats: Path, runs: Path, max_length: int = 256, samples: int = 1, **answers):

@@ -388,7 +388,12 @@ def test_output_is_a_corpus_whose_mask_is_the_assistants_words(model_dir, talks,
     rows = {key: row for (key, _), row in assert_finished(run).items()}
     path = folder_of(run) / "chats.jsonl"
     again = run_of(
-        model_dir, path, tmp_path / "two", samples=1, corpus={"max_length": 500, "system": system}, answers={"by": "corpus"}
+        model_dir,
+        path,
+        tmp_path / "two",
+        samples=1,
+        corpus={"max_length": 500, "system": system},
+        answers={"by": "corpus"},
     )
     assert side_of_each(again) == side_of_each(run)
     assert set(side_of_each(run).values()) == {True, False}

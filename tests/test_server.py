@@ -130,20 +130,18 @@ def test_a_bad_server_does_not_stop_the_run(fault):
 
 
 def test_requests_per_minute():
-    """Twenty a second: eleven requests take at least half a second, and none comes in a burst."""
+    """Five a second: six requests take a second, less what the first one needs to be on its way."""
     with serving() as fake:
-        ask([fake.url], {f"chat {number}": 1 for number in range(11)}, requests_per_minute=1200, concurrency=11)
-    span = fake.times[-1] - fake.times[0]
-    assert len(fake.times) == 11
-    assert 0.4 <= span < 3
-    assert all(fake.times[i + 4] - fake.times[i] >= 0.1 for i in range(7))
+        ask([fake.url], {f"chat {number}": 1 for number in range(6)}, requests_per_minute=300, concurrency=6)
+    assert len(fake.times) == 6
+    assert 0.5 <= max(fake.times) - min(fake.times) < 5
 
 
 def test_requests_per_minute_counts_what_failed_too():
-    with serving(lambda number, body: "500" if number < 6 else None) as fake:
-        ask([fake.url], {"a": 1}, requests_per_minute=1200, retries=10)
-    assert len(fake.times) == 7
-    assert fake.times[-1] - fake.times[0] >= 0.24
+    with serving(lambda number, body: "500" if number < 3 else None) as fake:
+        ask([fake.url], {"a": 1}, requests_per_minute=300)
+    assert len(fake.times) == 4
+    assert fake.times[-1] - fake.times[0] >= 0.35
 
 
 def test_retry_after_is_waited_for(monkeypatch):
@@ -296,7 +294,9 @@ def test_nonsense_is_tried_again(body):
     assert len(fake.bodies) == 2
 
 
-@pytest.mark.parametrize("after", [broken("²", "a digit for isdigit, not for float"), "-1", "nan", "inf", "1e9", ".", "1.5.2", ""])
+@pytest.mark.parametrize(
+    "after", [broken("²", "a digit for isdigit, not for float"), "-1", "nan", "inf", "1e9", ".", "1.5.2", ""]
+)
 def test_odd_retry_after(after):
     with serving(lambda number, _: f"503 {after}" if number == 0 else None) as fake:
         assert_all_answered(ask([fake.url], {"a": 1}), {"a": 1})

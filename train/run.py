@@ -49,7 +49,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     features = open_features(run, target)
     for side in (features, held_out):
         refuse_other_store(side, target)
-    vocab = choose_vocab(run, features, target.tokenizer)
+    vocab = choose_vocab(run, features, held_out.manifest.target, target.tokenizer)
     covered = coverage(vocab, count_tokens(held_out.response_tokens(), target.spec.vocab_size))
     head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
     head.initialise(target)
@@ -97,7 +97,9 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     finally:
         tracker.close()
     if accelerator.is_main_process:
-        show_end(run, state, covered)
+        if isinstance(features, HybridDocuments):
+            features.writer.finish()  # from now on an ordinary store
+        show_end(run, features, state, covered)
 
 
 def open_features(run: RunConfig, target: Target) -> Documents:
@@ -183,7 +185,7 @@ def show_start(run: RunConfig, head: DraftHead, features: Documents, state: Prog
         say(f"warning: under {run.vocab.coverage:.0%}; what lies outside can never be accepted: raise vocab.size")
 
 
-def show_end(run: RunConfig, state: Progress, covered: float) -> None:
+def show_end(run: RunConfig, features: Documents, state: Progress, covered: float) -> None:
     """The curve of the run."""
     records = read_metrics(run.directory / "metrics.jsonl")
     depth = measured_depth(run)
@@ -198,7 +200,11 @@ def show_end(run: RunConfig, state: Progress, covered: float) -> None:
         f"trained {state.step} steps in {duration(state.seconds)}; "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
-    write_json(run.directory / "training.json", vars(state) | {"coverage": covered, "peak_memory": peak_memory()})
+    write_json(
+        run.directory / "training.json",
+        vars(state)
+        | {"coverage": covered, "response_tokens": features.manifest.response_tokens, "peak_memory": peak_memory()},
+    )
 
 
 def main(argv: list[str] | None = None, kind: str | None = None) -> None:

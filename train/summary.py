@@ -8,7 +8,7 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
-from headwright.data.store import read_manifest, write_json
+from headwright.data.store import Manifest, read_manifest, write_json
 from headwright.heads.export import sampling
 
 ABOUT = "One table over a finished run."
@@ -42,14 +42,15 @@ def summarise(run: RunConfig, dry_run: bool = False) -> None:
     """Print the summary."""
     if dry_run:
         return
-    features = read_manifest(store_path(run, "train"))
+    sides = stored_sides(run)
     training, report = read(run.directory / "training.json"), read(run.directory / "report.json")
     first = report["entries"][0]
-    spent = f"{features.response_tokens} response tokens, {size(features.bytes)}, {duration(features.seconds)}"
+    size_of, seconds = size(sides[0].bytes), duration(sides[0].seconds)
+    made = f"{size_of}, {seconds}" if len(sides) == 2 else "live"
     even = f"break-even τ {first['speedup_model']['break_even_tau_here']:.2f}"
     rows: list[tuple[str, str]] = [
-        ("target", features.target["name"]),
-        ("features", spent),
+        ("target", sides[-1].target["name"]),
+        ("features", f"{training['response_tokens']} response tokens, {made}"),
         ("training", f"{training['step']} steps, {duration(training['seconds'])}"),
         ("draft vocabulary", f"holds {training['coverage']:.1%} of held-out response tokens"),
         *((f"τ {label(entry)}", tau(entry)) for entry in report["entries"]),
@@ -65,20 +66,25 @@ def summarise(run: RunConfig, dry_run: bool = False) -> None:
     say(f"Serve it: {run.directory / 'export' / run.export.engines[0] / 'SERVE.md'}")
 
 
+def stored_sides(run: RunConfig) -> list[Manifest]:
+    """The manifests of training and held-out features; of the latter alone where the others were live."""
+    names = ("held-out",) if run.harvest.features == "live" else ("train", "held-out")
+    return [read_manifest(store_path(run, name)) for name in names]
+
+
 def compare(run: RunConfig, training: dict[str, Any], report: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Predicted and actual, where the run was planned."""
     path = run.directory / "plan.json"
     if not path.is_file():
         return {}
-    predicted = read(path)
-    sides = [read_manifest(store_path(run, side)) for side in ("train", "held-out")]
-    actual = {
-        "tokens": sum(side.tokens for side in sides),
-        "features_bytes": sum(side.bytes for side in sides),
-        "harvest_seconds": sum(side.seconds for side in sides),
-        "train_seconds": training["seconds"],
-        "eval_seconds": report["seconds"],
-    }
+    predicted, sides = read(path), stored_sides(run)
+    actual = {"train_seconds": training["seconds"], "eval_seconds": report["seconds"]}
+    if run.harvest.features != "live":
+        actual |= {
+            "tokens": sum(side.tokens for side in sides),
+            "features_bytes": sum(side.bytes for side in sides),
+            "harvest_seconds": sum(side.seconds for side in sides),
+        }
     return {name: {"predicted": predicted[name], "actual": value} for name, value in actual.items()}
 
 
