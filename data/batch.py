@@ -36,7 +36,7 @@ class DocumentFeatures:
 
 @dataclass
 class Answer:
-    """The response tokens of one document. argmax[j]: the target's most likely token in place of ids[j]; -1: not known."""
+    """The response tokens of one turn. argmax[j]: the target's most likely token in place of ids[j]; -1: not known."""
 
     source: str
     ids: Tensor
@@ -47,12 +47,20 @@ class Answer:
         return Answer(self.source, self.ids[start:end], self.argmax[start:end])
 
 
-def answer_of(source: str, ids_T: Tensor, mask_T: Tensor, argmax_R: Tensor | None) -> Answer:
-    """The response tokens of a document."""
+def answers_of(source: str, ids_T: Tensor, mask_T: Tensor, argmax_R: Tensor | None) -> list[Answer]:
+    """The response tokens of a document, turn by turn."""
     chosen_T = torch.full_like(ids_T, -1)
     if argmax_R is not None:
         chosen_T[last_rows(mask_T) + 1] = argmax_R
-    return Answer(source, ids_T[mask_T], chosen_T[mask_T])
+    return [Answer(source, ids_T[start:end], chosen_T[start:end]) for start, end in runs_of(mask_T)]
+
+
+def runs_of(mask_T: Tensor) -> list[tuple[int, int]]:
+    """Start and end of each unbroken run of a mask: the turns."""
+    edge = torch.zeros(1, dtype=torch.int)
+    steps = torch.diff(mask_T.int(), prepend=edge, append=edge)
+    starts, ends = (torch.nonzero(steps == sign)[:, 0].tolist() for sign in (1, -1))
+    return list(zip(starts, ends))
 
 
 @dataclass

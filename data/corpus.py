@@ -46,6 +46,7 @@ class Document:
     tools: list[Any] | None = None
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
+    version: int = 0  # which of several answers to the prompt it holds, where `headwright regenerate` wrote them
 
     def opening(self) -> str:
         """Plain text: its first `words` words, spaced as they are."""
@@ -208,11 +209,11 @@ def weighted(sources: Sequence[Source], ranks: np.ndarray, owners: np.ndarray) -
 
 def make_filter(threshold: float | None, skipped: Skipped) -> Any:
     """A function that says whether a document is new. Exact duplicates have the same prompt; near ones share its words."""
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     near = near_filter(threshold) if threshold else None
 
     def unique(document: Document) -> bool:
-        number = int(document.key, 16)
+        number = int(document.key, 16), document.version
         if number in seen:
             skipped.counts["duplicates"] += 1
             return False
@@ -240,7 +241,7 @@ def near_filter(threshold: float) -> Any:
         sketch.update_batch([run.encode("utf-8", "replace") for run in runs])
         if index.query(sketch):
             return False
-        index.insert(document.key, sketch)
+        index.insert(f"{document.key}:{document.version}", sketch)
         return True
 
     return unique
@@ -307,6 +308,7 @@ def make_document(row: Any, source: Source, place: str, system: str | None) -> D
         source.samples,
         tuple(messages),
         tools=tools if isinstance(tools, list) and tools else None,
+        version=row["sample"] if type(row.get("sample")) is int else 0,
     )
 
 

@@ -14,7 +14,7 @@ from headwright.data.live import Texts
 from headwright.data.store import FeatureReader
 from headwright.data.stream import Answers
 from headwright.data.target import load_tokenizer
-from headwright.data.vocab import DraftVocab, choose_vocab, count_tokens, coverage, grouped
+from headwright.data.vocab import DraftVocab, Group, choose_vocab, count_tokens, coverage, grouped, pinned_ids
 
 SECTIONS = ("vocab",)
 ABOUT = (
@@ -51,9 +51,9 @@ class Bound:
 
 @dataclass
 class Coverage:
-    """What a vocabulary covers of one group of texts."""
+    """What a vocabulary covers of one group of texts. A bound needs whole answers; the lines of one script are none."""
 
-    bound: Bound
+    bound: Bound | None
     tokens: int = 0
     inside: int = 0
     chosen: int = 0
@@ -63,15 +63,16 @@ class Coverage:
     def row(self, name: str) -> tuple[object, ...]:
         """A line of the table."""
         chosen = f"{self.chosen_inside / self.chosen:.2%}" if self.chosen else "–"
-        return name, self.tokens, len(self.ids), f"{self.inside / self.tokens:.2%}", chosen, f"{self.bound.tau:.2f}"
+        bound = f"{self.bound.tau:.2f}" if self.bound else "–"
+        return name, self.tokens, len(self.ids), f"{self.inside / self.tokens:.2%}", chosen, bound
 
 
-def cover(vocab: DraftVocab, pieces: Iterable[tuple[str, Answer]], depth: int) -> dict[str, Coverage]:
-    """Coverage by group, the largest first."""
+def cover(vocab: DraftVocab, pieces: Iterable[tuple[Group, Answer]], depth: int) -> dict[Group, Coverage]:
+    """Coverage by source and by script, the largest first."""
     kept_V = vocab.t2d_V
-    found: dict[str, Coverage] = {}
-    for name, part in pieces:
-        group = found.setdefault(name, Coverage(Bound(depth)))
+    found: dict[Group, Coverage] = {}
+    for kind, part in pieces:
+        group = found.setdefault(kind, Coverage(Bound(depth) if kind[0] == "source" else None))
         inside = kept_V[part.ids]
         known = part.argmax[part.argmax >= 0]
         group.tokens += len(part.ids)
@@ -79,8 +80,9 @@ def cover(vocab: DraftVocab, pieces: Iterable[tuple[str, Answer]], depth: int) -
         group.chosen += len(known)
         group.chosen_inside += int(kept_V[known].sum())
         group.ids.update(part.ids.tolist())
-        group.bound.add(inside.tolist())
-    return dict(sorted(found.items(), key=lambda item: -item[1].tokens))
+        if group.bound:
+            group.bound.add(inside.tolist())
+    return dict(sorted(found.items(), key=lambda item: (item[0][0] != "source", -item[1].tokens)))
 
 
 def show(run: RunConfig, dry_run: bool = False) -> None:
@@ -95,7 +97,11 @@ def show(run: RunConfig, dry_run: bool = False) -> None:
     columns = ("text", "tokens", "distinct", "inside", "target's choice inside", f"τ bound, chain of {depth}")
     for side, answers in (("training", features.answers()), ("held-out", held_out.answers())):
         groups = cover(vocab, grouped(answers, tokenizer), depth)
-        table(f"{side} text, vocabulary of {len(vocab)}", columns, (g.row(name) for name, g in groups.items()))
+        table(
+            f"{side} text, vocabulary of {len(vocab)}",
+            columns,
+            (g.row(f"{kind} {name}") for (kind, name), g in groups.items()),
+        )
     show_sizes(run, features, held_out, tokenizer)
     say("A perfect head that is cut to the vocabulary reaches the bound; no head reaches more.")
 
@@ -115,8 +121,9 @@ def show_sizes(run: RunConfig, features: Answers, held_out: FeatureReader, token
     counts = count_tokens(features.response_tokens(), spec["vocab_size"])
     unseen = count_tokens(held_out.response_tokens(), spec["vocab_size"])
     distinct = int((counts > 0).sum())
+    least = len(pinned_ids(tokenizer, spec["eos_token_ids"], spec["vocab_size"], run.vocab.pin_bytes))
     rows: list[tuple[object, ...]] = []
-    for tried in (2**power for power in range(9, 19) if 2**power < distinct):
+    for tried in (2**power for power in range(9, 19) if least < 2**power < distinct):
         vocab = choose_vocab(run, features, spec, tokenizer, tried)
         rows.append((tried, f"{coverage(vocab, counts):.2%}", f"{coverage(vocab, unseen):.2%}"))
     whole = float((unseen * (counts > 0)).sum()) / max(int(unseen.sum()), 1)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
-from headwright.configs.console import progress, say, size
+from headwright.configs.console import progress, say
 from headwright.data.harvest import store_path
-from headwright.data.store import FeatureReader, read_manifest, write_manifest
+from headwright.data.store import read_manifest, store_damage, write_manifest
 
 ABOUT = (
     "Compare every stored feature with its checksum. Damaged shards are named and removed, so that the next harvest "
@@ -27,18 +27,19 @@ def check_store(root: Path, dry_run: bool) -> list[str]:
     if not (root / "manifest.json").exists():
         say(f"{root}: no features there")
         return []
-    reader = FeatureReader(root)
-    wrong = []
+    manifest = read_manifest(root)
+    seen, wrong = 0, []
     with progress() as bar:
-        task = bar.add_task(f"verify {root.name}", total=reader.manifest.units, note="")
-        for unit, what in reader.damage():
-            entry = (reader.manifest.shards or [])[unit]
-            wrong.append(f"{root / entry['file']}: {what}")
-            bar.update(task, completed=unit)
-            if not dry_run:
-                remove(root, entry["file"])
-    whole = reader.manifest.units - len(wrong)
-    say(f"{root}: {whole} of {reader.manifest.units} shards ({size(reader.manifest.bytes)}) are as written")
+        task = bar.add_task(f"verify {root.name}", total=manifest.units, note="")
+        for file, what in store_damage(root):
+            seen += 1
+            if what:
+                wrong.append(f"{root / file}: {what}")
+                if not dry_run:
+                    remove(root, file)
+            bar.advance(task)
+    unfinished = "" if manifest.complete else f"; {manifest.units - seen} are still to be made"
+    say(f"{root}: {seen - len(wrong)} of {seen} shards are as written{unfinished}")
     return wrong
 
 

@@ -49,6 +49,7 @@ def store_path(run: RunConfig, side: str) -> Path:
 
 def harvest(run: RunConfig, dry_run: bool = False) -> None:
     """Both sides of the corpus, each into its own store. With live features the training side is left to training."""
+    check_features(run)
     if dry_run:
         check_offline(run)
         return
@@ -139,7 +140,6 @@ def jobs_of(
     run: RunConfig, tokenizer: Any, longest: int, name: str, documents: Any, skipped: Skipped | None = None
 ) -> Jobs:
     """The work of one side."""
-    check_features(run)
     limit = min(run.corpus.max_length, longest)
     skipped = skipped or Skipped()
     return collect_jobs(run, renderer_of(run, tokenizer), limit, documents, skipped, name == "held-out", run.directory)
@@ -159,8 +159,8 @@ def open_side(
 def harvest_side(run: RunConfig, target: Target, side: Side, state: Any) -> None:
     """One store, this process's share of it. A unit belongs to the same process whatever is done already."""
     units, missing = side.units, side.writer.missing()
-    if state.num_processes == 1:
-        sweep(side.writer.root)  # with others at work, their scratch files are alive
+    if state.is_main_process:
+        sweep(side.writer.root)
     mine = [unit for unit in missing if unit % state.num_processes == state.process_index]
     pace = Pace(expected(side.jobs, [units[unit] for unit in mine]))
     with progress(quiet=not state.is_main_process) as bar, side.writer.background() as writer:
@@ -175,8 +175,8 @@ def harvest_side(run: RunConfig, target: Target, side: Side, state: Any) -> None
             bar.update(task, completed=done, note=str(pace))
             if bar.disable and state.is_main_process:
                 say(f"harvest {side.name}: {done} of {len(units)} shards, {pace}")
-    if side.writer.finish() is not None:
-        sweep(side.writer.root)
+    if side.writer.finish() is not None:  # every shard is there: nobody is writing one
+        sweep(side.writer.root, ".shard-*.tmp", before=None)
 
 
 class Pace:
@@ -252,6 +252,7 @@ def make_manifest(run: RunConfig, target: Target, jobs: Jobs, units: int) -> Man
         "learn": asdict(run.corpus.learn),
         "answers": asdict(run.answers),
         "corpus": jobs.content.hexdigest(),
+        "features": run.harvest.features,
         "tokens_per_batch": run.harvest.tokens_per_batch,
         "shard_mib": run.harvest.shard_mib,
         "dtype": run.harvest.dtype,

@@ -16,12 +16,13 @@ import xxhash
 from headwright.configs import RunConfig, UserError
 from headwright.configs.console import say
 from headwright.data.batch import last_rows
-from headwright.data.chat import Renderer
+from headwright.data.chat import PROBE, Renderer
 from headwright.data.corpus import Document, Skipped, decode_document, encode_document, encode_prompt
 from headwright.data.sampling import Policy
 from headwright.data.spool import Spool
 from headwright.data.store import bytes_per_token
 
+TEMPLATE_TOKENS = 32  # that a template may write around a turn
 UNITS = 16  # at least so many where there is enough to do, so that processes share it and a kill loses little
 
 
@@ -33,6 +34,12 @@ class Job:
     ids: list[int]
     mask: list[bool] | None = None
     sample: int = 0
+    widest: int = 0  # tokens of its longest context, at most
+    most: int = 0  # tokens of all its documents, at most
+
+    def __post_init__(self) -> None:
+        if self.mask is not None:
+            self.widest = self.most = len(self.ids)
 
     def note(self, turn: int = 0) -> dict[str, Any]:
         """What the store remembers of it."""
@@ -45,13 +52,14 @@ def encode_job(job: Job) -> dict[str, Any]:
     """For the spool. A text needs its tokens only."""
     document = job.document if job.mask is None else replace(job.document, messages=(), text="", ids=(), mask=())
     mask = None if job.mask is None else [int(on) for on in job.mask]
-    return {"document": asdict(document), "ids": job.ids, "mask": mask, "sample": job.sample}
+    sizes = {"widest": job.widest, "most": job.most}
+    return {"document": asdict(document), "ids": job.ids, "mask": mask, "sample": job.sample} | sizes
 
 
 def decode_job(raw: dict[str, Any]) -> Job:
     """Out of the spool."""
     mask = None if raw["mask"] is None else [bool(on) for on in raw["mask"]]
-    return Job(decode_document(raw["document"]), raw["ids"], mask, raw["sample"])
+    return Job(decode_document(raw["document"]), raw["ids"], mask, raw["sample"], raw["widest"], raw["most"])
 
 
 class Jobs:
@@ -61,7 +69,8 @@ class Jobs:
         self.run = run
         self.spool: Spool[Job] = Spool(folder, encode_job, decode_job)
         self.keys: list[tuple[int, int, int]] = []  # prompt length, document's hash, sample
-        self.tokens, self.rows = array("L"), array("L")  # of the finished document, at most
+        self.widths = array("L")  # tokens of the longest context, at most
+        self.tokens, self.rows = array("L"), array("L")  # of the finished documents, at most
         self.content = xxhash.xxh64()
         self.cut = 0  # texts that were longer than allowed
 
@@ -72,9 +81,9 @@ class Jobs:
         """One more."""
         self.spool.append(job)
         self.keys.append((len(job.ids), int(job.document.key, 16), job.sample))
-        tokens, rows = expected_size(job, self.run)
-        self.tokens.append(tokens)
-        self.rows.append(rows)
+        self.widths.append(job.widest)
+        self.tokens.append(job.most)
+        self.rows.append(rows_of(job, self.run))
         rounds = job.document.rounds if job.mask is None else None
         self.content.update(f"{job.document.key}:{job.sample}:{job.ids}:{job.mask}:{rounds and rounds[1:]}".encode())
 
@@ -83,10 +92,10 @@ class Jobs:
         batch: list[int] = []
         longest = 0
         for number in sorted(range(len(self)), key=self.keys.__getitem__):
-            longest = max(longest, self.tokens[number])
+            longest = max(longest, self.widths[number])
             if batch and longest * (len(batch) + 1) > self.run.harvest.tokens_per_batch:
                 yield batch
-                batch, longest = [], self.tokens[number]
+                batch, longest = [], self.widths[number]
             batch.append(number)
         if batch:
             yield batch
@@ -96,10 +105,10 @@ class Jobs:
         per_token, per_row = bytes_per_token(taps, width, self.run.harvest.dtype)
         size = min(self.run.harvest.shard_mib * 2**20, self.bytes(taps, width) / UNITS)
         units: list[list[list[int]]] = []
-        filled = size
+        filled = 0.0
         for batch in self.batches():
             weight = sum(self.tokens[n] * per_token + self.rows[n] * per_row for n in batch)
-            if filled + weight / 2 > size:
+            if not units or filled + weight / 2 > size:
                 units.append([])
                 filled = 0
             units[-1].append(batch)
@@ -112,15 +121,36 @@ class Jobs:
         return sum(self.tokens) * per_token + sum(self.rows) * per_row
 
 
-def expected_size(job: Job, run: RunConfig) -> tuple[int, int]:
-    """Tokens and loss-bearing rows of the finished document: exact for a text, an upper bound for a question."""
+def rows_of(job: Job, run: RunConfig) -> int:
+    """Loss-bearing rows of the finished documents: exact for a text, an upper bound for a question."""
     if job.mask is not None:
-        return len(job.ids), len(last_rows(torch.tensor(job.mask)))
-    rounds = job.document.rounds[: run.answers.turns]
-    answers = max(1, len(rounds)) * run.answers.max_new_tokens
-    later = sum(len(turn["content"].encode()) // 3 + 8 for turns in rounds[1:] for turn in turns)
-    longest = max(run.corpus.max_length, len(job.ids) + run.answers.max_new_tokens)
-    return min(len(job.ids) + answers + later, longest), answers
+        return len(last_rows(torch.tensor(job.mask)))
+    return max(1, len(job.document.rounds[: run.answers.turns])) * run.answers.max_new_tokens
+
+
+def sizes_of(run: RunConfig, renderer: Renderer, document: Document, ids: list[int], longest: int) -> tuple[int, int]:
+    """(widest, most) of a question: what each later turn can grow to, and whether each becomes a document of its own."""
+    rounds = document.rounds[: run.answers.turns]
+    contexts = [len(ids) + run.answers.max_new_tokens]
+    for turns in rounds[1:]:
+        words = sum(len(renderer.tokenizer(turn["content"], add_special_tokens=False)["input_ids"]) for turn in turns)
+        grown = contexts[-1] + words + TEMPLATE_TOKENS * (len(turns) + 1) + run.answers.max_new_tokens
+        if grown > longest + run.answers.max_new_tokens:
+            break
+        contexts.append(min(grown, longest))
+    kept = len(contexts) == 1 or keeps_turns(renderer, document)
+    return contexts[-1], contexts[-1] if kept else sum(contexts)
+
+
+def keeps_turns(renderer: Renderer, document: Document) -> bool:
+    """Whether the template leaves an answer as it was when another turn follows."""
+    first, second = document.rounds[:2]
+    said = [*first, {"role": "assistant", "content": PROBE}, *second]
+    try:
+        before = renderer.text(first, document.tools, prompt=True)
+        return renderer.text(said, document.tools, prompt=True).startswith(before + PROBE)
+    except ValueError:
+        return False
 
 
 def collect_jobs(
@@ -134,7 +164,12 @@ def collect_jobs(
 ) -> Jobs:
     """What to do for one side. Documents that cannot be used are counted, with their places."""
     jobs = Jobs(run, folder)
+    asked: set[str] = set()
+    answered_anew = held_out or run.answers.by == "target"
     for document in documents:
+        if answered_anew and document.key in asked:
+            continue  # another answer to the same prompt
+        asked.add(document.key)
         try:
             made, was_cut = document_jobs(run, renderer, document, held_out, longest)
             jobs.cut += was_cut
@@ -164,13 +199,15 @@ def document_jobs(
         ids, mask = encoded.ids[:longest], encoded.mask[:longest]
         if sum(mask) < 2:
             raise ValueError(f"no response tokens within corpus.max_length {longest}")
-        return [Job(document, ids, mask)], len(encoded.ids) > longest
+        return [Job(document, ids, mask, document.version)], len(encoded.ids) > longest
     ids = encode_prompt(document, renderer)
     if len(ids) + run.answers.max_new_tokens > longest:
         raise ValueError(
             f"prompt and answer are longer than {longest} tokens (corpus.max_length, or the target's context)"
         )
-    return [Job(document, ids, None, sample) for sample in range(1 if held_out else document.samples)], False
+    widest, most = sizes_of(run, renderer, document, ids, longest)
+    samples = range(1 if held_out else document.samples)
+    return [Job(document, ids, None, sample, widest, most) for sample in samples], False
 
 
 def check_ids(jobs: Jobs, vocabulary: int) -> None:

@@ -9,35 +9,41 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwright.data.batch import Answer, DocumentFeatures, answer_of
+from headwright.data.batch import Answer, DocumentFeatures, answers_of
 from headwright.data.generate import read_documents
-from headwright.data.jobs import Jobs
+from headwright.data.jobs import Job, Jobs
 from headwright.data.shard import Shard
 from headwright.data.store import DTYPES, OPEN_SHARDS, FeatureWriter, Manifest, open_shard, stored_document
 from headwright.data.target import Target
 
 
 class Texts:
-    """The tokens of a side, without features."""
+    """The tokens of a side, without features, numbered as a store numbers them."""
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
+        self.order = [number for batch in jobs.batches() for number in batch]
+
+    def job(self, document: int) -> Job:
+        """The job of a document."""
+        return self.jobs.spool[self.order[document]]
 
     def __len__(self) -> int:
-        return len(self.jobs)
+        return len(self.order)
 
     def lengths(self) -> list[int]:
         """Tokens of each document."""
-        return list(self.jobs.tokens)
+        return [self.jobs.tokens[number] for number in self.order]
 
     def response_tokens(self) -> Iterator[Tensor]:
-        """The response token ids, document by document."""
+        """The response token ids, turn by turn."""
         return (answer.ids for answer in self.answers())
 
     def answers(self) -> Iterator[Answer]:
-        """The response tokens of each document."""
-        for job in self.jobs.spool:
-            yield answer_of(job.document.source, torch.tensor(job.ids), torch.tensor(job.mask or []).bool(), None)
+        """The response tokens of each turn."""
+        for job in map(self.job, range(len(self))):
+            mask = torch.tensor(job.mask or []).bool()
+            yield from answers_of(job.document.source, torch.tensor(job.ids), mask, None)
 
 
 class LiveDocuments(Texts):
@@ -57,7 +63,7 @@ class LiveDocuments(Texts):
 
     def make(self, documents: Sequence[int]) -> list[DocumentFeatures]:
         """`read`, for whoever holds the lock."""
-        jobs = [self.jobs.spool[document] for document in documents]
+        jobs = [self.job(document) for document in documents]
         texts = [(job.ids, job.mask or []) for job in jobs]
         return read_documents(self.target, texts, DTYPES[self.manifest.dtype])
 
@@ -96,5 +102,5 @@ class HybridDocuments(LiveDocuments):
         """Make one batch and write it."""
         started = time.perf_counter()
         made = self.make(self.batches[unit])
-        notes = [self.jobs.spool[document].note() for document in self.batches[unit]]
+        notes = [self.job(document).note() for document in self.batches[unit]]
         self.writer.write_now(unit, made, notes, time.perf_counter() - started)

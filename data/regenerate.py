@@ -23,9 +23,9 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import progress, say, table
 from headwright.data.conversation import Reply, Talk, converse, converse_by
-from headwright.data.corpus import Document, read_corpus
+from headwright.data.corpus import Corpus, Document, read_corpus
 from headwright.data.generate import Question
-from headwright.data.harvest import alone, check_offline, renderer_of
+from headwright.data.harvest import alone, check_offline, renderer_of, save_skipped
 from headwright.data.jobs import policy_of, seed_of
 from headwright.data.server import answer_over_servers
 from headwright.data.store import write_json
@@ -64,12 +64,8 @@ def regenerate(run: RunConfig, dry_run: bool = False) -> None:
     with alone(run, Alone()):
         corpus = read_corpus(run.corpus, run.seed, run.directory)
         output = Output(folder_of(run), identity_of(run))
-        tasks = [
-            (number, sample)
-            for number, document in enumerate(corpus.everything)
-            for sample in range(document.samples)
-            if document.rounds and f"{document.key}:{sample}" not in output.done
-        ]
+        tasks = tasks_of(corpus, output.done)
+        save_skipped(run, corpus.skipped)
         say(f"{len(output.done)} chats are there, {len(tasks)} to go: {output.path}")
         work = over_servers if run.regenerate.urls else in_process
         with progress() as bar, output:
@@ -79,6 +75,18 @@ def regenerate(run: RunConfig, dry_run: bool = False) -> None:
                 bar.update(shown, completed=len(output.done) + output.failed, note=f"{output.failed} failed")
         output.finish()
         show(output)
+        if tasks and output.failed == len(tasks):
+            raise UserError(f"none of {len(tasks)} chats could be answered: the reasons stand in {output.failures}")
+
+
+def tasks_of(corpus: Corpus, done: set[str]) -> list[tuple[int, int]]:
+    """(document, sample) of all that is to be answered and is not there yet."""
+    tasks = []
+    for number, document in enumerate(corpus.everything):
+        if not document.rounds:
+            corpus.skipped.add("documents without a turn to answer", document.place, "no turn to answer")
+        tasks += [(number, s) for s in range(document.samples) if document.rounds and f"{document.key}:{s}" not in done]
+    return tasks
 
 
 class Alone:
@@ -96,6 +104,7 @@ def identity_of(run: RunConfig) -> dict[str, Any]:
         "answers": asdict(run.answers),
         "template arguments": run.corpus.template,
         "system": run.corpus.system,
+        "longest": None if run.regenerate.urls else run.corpus.max_length,
         "seed": run.seed,
     }
 
@@ -231,9 +240,19 @@ class Output:
                 file.write(json.dumps(row | {"error": error}).encode() + b"\n")
             return
         tools = {"tools": task.document.tools} if task.document.tools else {}
-        assert self.file is not None
-        self.file.write(json.dumps(row | {"messages": messages} | tools, ensure_ascii=False).encode() + b"\n")
+        self.append(json.dumps(row | {"messages": messages} | tools, ensure_ascii=False).encode() + b"\n")
         self.done.add(task.name)
+
+    def append(self, line: bytes) -> None:
+        """A whole line, or nothing: a full disk may take a part of it."""
+        assert self.file is not None
+        before, written = os.fstat(self.file.fileno()).st_size, 0
+        try:
+            while written < len(line):
+                written += self.file.write(line[written:]) or 0
+        except OSError:
+            self.file.truncate(before)
+            raise
 
     def finish(self) -> None:
         """The manifest, with counts."""
@@ -249,11 +268,14 @@ def mend(path: Path) -> set[str]:
         return done
     whole = 0
     with path.open("rb+") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
-            row = json.loads(line)
-            done.add(f"{row['key']}:{row['sample']}")
+            try:
+                row = json.loads(line)
+                done.add(f"{row['key']}:{row['sample']}")
+            except (ValueError, TypeError, KeyError):
+                raise UserError(f"{path}:{number}: not a finished chat; remove that line and go on") from None
             whole += len(line)
         file.truncate(whole)
     return done

@@ -9,7 +9,7 @@ from collections import Counter
 from functools import lru_cache
 
 NO_LETTERS = "digits and signs"
-JOINED = {"CJK": "Han", "HIRAGANA": "Kana", "KATAKANA": "Kana", "HANGUL": "Hangul"}
+JOINED = {"CJK": "Han", "IDEOGRAPHIC": "Han", "HIRAGANA": "Kana", "KATAKANA": "Kana"}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -17,7 +17,8 @@ def letter_script(letter: str) -> str | None:
     """The script of a character; None for what is no letter."""
     if not letter.isalpha():
         return None
-    first = unicodedata.name(letter, "OTHER").split()[0].split("-")[0]
+    plain = unicodedata.normalize("NFKC", letter)[0]  # wide, narrow, raised and double-struck forms
+    first = unicodedata.name(plain, "OTHER").split()[0].split("-")[0]
     return JOINED.get(first, first.capitalize())
 
 

@@ -5,20 +5,22 @@
     features/shard-00000.safetensors …
 
 A shard is one unit of work. It appears by atomic rename, so a shard that exists is whole; a killed harvest continues
-with the units that have none. A shard holds its documents behind each other: ids [T], mask [T], taps [T, K, D], last
-[R, D] with argmax [R] and logz [R] for loss-bearing positions only, offsets [documents + 1, 2] into T and R, and a
-checksum of each document, so that what is read can be checked without reading more. fp8 stores e4m3 with one power of
-two per row (taps_scale [T, K], last_scale [R]): a store reads back as bfloat16, exactly.
+with the units that have none. A shard holds its documents behind each other: ids [T], mask [T], taps [T, K, D]; last
+[R, D] with argmax [R] and logz [R] for loss-bearing positions only; offsets [documents + 1, 2] into T and R; and two
+checksums of each document (tokens; states), so that what is read can be checked without reading more. fp8 stores e4m3
+with one power of two per row (taps_scale [T, K], last_scale [R]): a store reads back as bfloat16, exactly.
 """
 
+import contextlib
 import errno
 import itertools
 import json
 import os
 import shutil
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -32,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwright.configs import UserError
-from headwright.data.batch import Answer, DocumentFeatures, answer_of
+from headwright.data.batch import Answer, DocumentFeatures, answers_of
 from headwright.data.shard import Shard, ShardError
 
 SCHEMA = "headwright.features/2"
@@ -46,7 +48,10 @@ DTYPES = {  # of the features in memory
 FP8 = {"fp8": ("taps", "last"), "fp8-taps": ("taps",)}  # which tensors are stored in e4m3
 TOKEN_SIDE = ("ids", "mask", "taps", "taps_scale")
 ROW_SIDE = ("last", "last_scale", "argmax", "logz")
+CHECKED = (("ids", "mask", "argmax"), ("taps", "taps_scale", "last", "last_scale", "logz"))  # one checksum each
 OPEN_SHARDS = 128
+SMALLEST_EXPONENT = -118  # of a row's scale: 2^-e must be a float32, and e an int8
+STARTED = time.time()
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Manifest:
     response_tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    index: str = ""
     shards: list[dict[str, Any]] | None = None
 
 
@@ -159,7 +165,8 @@ class FeatureWriter:
             shards.append({key: value for key, value in shard.items() if key != "seconds"})
         index = {"places": torch.cat(places)}
         replace_with(self.root / "index.safetensors", lambda path: save_tensors(index, path))
-        done = Manifest(**(asdict(self.manifest) | totals | {"shards": shards, "complete": True}))
+        made = {"shards": shards, "complete": True, "index": checksum(self.root / "index.safetensors")}
+        done = Manifest(**(asdict(self.manifest) | totals | made))
         write_manifest(self.root, done)
         return done
 
@@ -186,20 +193,23 @@ def shard_tensors(
     for name in FP8.get(dtype, ()):
         tensors[name], tensors[f"{name}_scale"] = to_fp8(tensors[name])
     slices = [cut(tensors, *a, *b) for a, b in itertools.pairwise(ends.tolist())]
-    return tensors | {"offsets": ends, "checksums": torch.tensor([digest(part) for part in slices], dtype=torch.long)}
+    checksums = torch.tensor([[digest(part, names) for names in CHECKED] for part in slices], dtype=torch.long)
+    return tensors | {"offsets": ends, "checksums": checksums.reshape(-1, len(CHECKED))}
 
 
 def to_fp8(values_XD: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 values and the exponent [X] of their rows' scale: a power of two, so that nothing but e4m3's rounding is lost."""
     largest_X = values_XD.float().abs().amax(-1)
-    _, exponent_X = torch.frexp(largest_X / torch.finfo(torch.float8_e4m3fn).max)
+    share_X, exponent_X = torch.frexp(largest_X / torch.finfo(torch.float8_e4m3fn).max)
+    exponent_X = (exponent_X - (share_X == 0.5).int()).clamp_min(SMALLEST_EXPONENT)
     scaled_XD = torch.ldexp(values_XD.float(), -exponent_X[..., None])
     return scaled_XD.to(torch.float8_e4m3fn), exponent_X.to(torch.int8)
 
 
 def from_fp8(values_XD: Tensor, exponent_X: Tensor) -> Tensor:
     """Back to bfloat16, which holds every such value exactly."""
-    return torch.ldexp(values_XD.float(), exponent_X[..., None].int()).bfloat16()
+    largest = torch.finfo(torch.bfloat16).max  # e4m3 may have rounded a number near it up
+    return torch.ldexp(values_XD.float(), exponent_X[..., None].int()).clamp(-largest, largest).bfloat16()
 
 
 def cut(tensors: dict[str, Tensor], token: int, row: int, token_end: int, row_end: int) -> dict[str, Tensor]:
@@ -208,11 +218,11 @@ def cut(tensors: dict[str, Tensor], token: int, row: int, token_end: int, row_en
     return tokens | {name: tensors[name][row:row_end] for name in ROW_SIDE if name in tensors}
 
 
-def digest(parts: dict[str, Tensor]) -> int:
-    """Checksum of one document, as a signed 64-bit number."""
+def digest(parts: dict[str, Tensor], names: Sequence[str]) -> int:
+    """Checksum of some tensors of one document, as a signed 64-bit number."""
     state = xxhash.xxh3_64()
-    for name in sorted(parts):
-        if parts[name].numel():
+    for name in names:
+        if name in parts and parts[name].numel():
             state.update(raw(parts[name]))
     return state.intdigest() - (1 << 63)
 
@@ -281,10 +291,7 @@ class FeatureReader:
         self.manifest = read_manifest(root)
         if not self.manifest.complete:
             raise UserError(f"{root}: the harvest is not finished: run it again, it continues where it stopped")
-        try:
-            self.places = load_file(root / "index.safetensors")["places"]
-        except (OSError, SafetensorError, KeyError) as error:
-            raise UserError(f"{root}/index.safetensors: cannot be read ({error}); run the harvest again") from None
+        self.places = read_index(root, self.manifest.index)
         owners = self.places[:, 0].contiguous()
         self.first = torch.searchsorted(owners, torch.arange(self.manifest.units)).tolist()
         self.shards: OrderedDict[int, Shard] = OrderedDict()
@@ -330,34 +337,29 @@ class FeatureReader:
         return (self.places[:, 3] - self.places[:, 1]).tolist()
 
     def response_tokens(self) -> Iterator[Tensor]:
-        """The response token ids, shard by shard."""
-        for index in range(self.manifest.units):
-            shard = self.shard(index)
-            yield shard.tensor("ids")[shard.tensor("mask")].long()
+        """The response token ids, turn by turn."""
+        return (answer.ids for answer in self.answers())
 
     def answers(self) -> Iterator[Answer]:
-        """The response tokens of each document. Features are not read."""
+        """The response tokens of each turn. Features are not read."""
         for index in range(self.manifest.units):
             shard = self.shard(index)
             places = itertools.pairwise(shard.tensor("offsets").tolist())
-            for note, ((token, row), (token_end, row_end)) in zip(shard.metadata["documents"], places):
+            for number, ((token, row), (token_end, row_end)) in enumerate(places):
+                wrong = document_damage(shard, number, [0])
+                if wrong:
+                    raise damaged(shard.path, wrong)
+                note = shard.metadata["documents"][number]
                 ids_T, mask_T = shard.tensor("ids")[token:token_end].long(), shard.tensor("mask")[token:token_end]
-                yield answer_of(note["source"], ids_T, mask_T, shard.tensor("argmax")[row:row_end].long())
-
-    def damage(self) -> Iterator[tuple[int, str]]:
-        """(unit, what is wrong) of every shard that is not as it was written. Reads everything."""
-        for index, entry in enumerate(self.manifest.shards or []):
-            wrong = shard_damage(self.root / entry["file"], entry)
-            if wrong:
-                yield index, wrong
+                yield from answers_of(note["source"], ids_T, mask_T, shard.tensor("argmax")[row:row_end].long())
 
 
 def stored_document(shard: Shard, row: int, dtype: str, check: bool = True) -> DocumentFeatures:
     """One document of a shard, as views of the file. Raises UserError when it is not as it was written."""
-    place = shard.tensor("offsets")[row : row + 2].flatten().tolist()
-    parts = cut(shard.tensors, *place)
-    if check and digest(parts) != int(shard.tensor("checksums")[row]):
-        raise damaged(shard.path, f"{shard.metadata['documents'][row]['place']} does not match its checksum")
+    wrong = document_damage(shard, row, range(len(CHECKED))) if check else None
+    if wrong:
+        raise damaged(shard.path, wrong)
+    parts = cut(shard.tensors, *shard.tensor("offsets")[row : row + 2].flatten().tolist())
     for name in FP8.get(dtype, ()):
         parts[name] = from_fp8(parts[name], parts[f"{name}_scale"])
     return DocumentFeatures(
@@ -365,19 +367,58 @@ def stored_document(shard: Shard, row: int, dtype: str, check: bool = True) -> D
     )
 
 
-def shard_damage(path: Path, entry: dict[str, Any]) -> str | None:
-    """What is wrong with a shard, or None."""
+def store_damage(root: Path) -> Iterator[tuple[str, str | None]]:
+    """(file, what is wrong with it or None) of every shard that is or should be there. Reads everything."""
+    manifest = read_manifest(root)
+    known = {entry["file"]: entry for entry in manifest.shards or []} if manifest.complete else {}
+    for file in sorted({*known, *(path.name for path in root.glob("shard-*"))}):
+        yield file, shard_damage(root / file, known.get(file))
+
+
+def shard_damage(path: Path, entry: dict[str, Any] | None) -> str | None:
+    """What is wrong with a shard, or None. Without an entry (the store is not complete) its index is taken as it is."""
     try:
-        shard = Shard(path)
+        shard = load_shard(path)
     except ShardError as error:
         return str(error)
-    if index_digest(shard) != entry["xxh64"]:
+    if entry is not None and index_digest(shard) != entry["xxh64"]:
         return "its index is not what was written"
-    places, checksums = shard.tensor("offsets").tolist(), shard.tensor("checksums").tolist()
-    for number, (a, b) in enumerate(itertools.pairwise(places)):
-        if digest(cut(shard.tensors, *a, *b)) != checksums[number]:
-            return f"{shard.metadata['documents'][number]['place']} does not match its checksum"
+    for row in range(len(shard.tensor("checksums"))):
+        wrong = document_damage(shard, row, range(len(CHECKED)))
+        if wrong:
+            return wrong
     return None
+
+
+def document_damage(shard: Shard, row: int, which: Iterable[int]) -> str | None:
+    """What is wrong with one document of a shard: its tokens (0), its states (1), or nothing."""
+    parts = cut(shard.tensors, *shard.tensor("offsets")[row : row + 2].flatten().tolist())
+    checksums = shard.tensor("checksums")[row].tolist()
+    if all(digest(parts, CHECKED[index]) == checksums[index] for index in which):
+        return None
+    return f"{shard.metadata['documents'][row]['place']} does not match its checksum"
+
+
+def load_shard(path: Path) -> Shard:
+    """A mapped shard with all that a shard has. Raises ShardError."""
+    shard = Shard(path)
+    missing = {"offsets", "checksums", "ids", "mask", "taps", "last", "argmax", "logz", "__metadata__"} - set(
+        shard.table
+    )
+    if missing:
+        raise ShardError(f"its header lacks {', '.join(sorted(missing))}")
+    return shard
+
+
+def read_index(root: Path, expected: str) -> Tensor:
+    """Where each document lies."""
+    path = root / "index.safetensors"
+    try:
+        if checksum(path) != expected:
+            raise ValueError("it is not what was written")
+        return load_file(path)["places"]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: cannot be used ({error}); run the harvest again, it makes a new one") from None
 
 
 def damaged(path: Path, what: str) -> UserError:
@@ -388,7 +429,7 @@ def damaged(path: Path, what: str) -> UserError:
 def open_shard(path: Path) -> Shard:
     """A shard, memory-mapped, or UserError."""
     try:
-        return Shard(path)
+        return load_shard(path)
     except ShardError as error:
         raise damaged(path, str(error)) from None
 
@@ -478,7 +519,9 @@ def replace_with(path: Path, write: Any) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def sweep(root: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for scratch in root.glob(".*.tmp"):
-        scratch.unlink(missing_ok=True)
+def sweep(root: Path, pattern: str = ".*.tmp", before: float | None = STARTED) -> None:
+    """Remove what a killed process left half-written: files that nobody has touched since this process began."""
+    for scratch in root.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            if before is None or scratch.stat().st_mtime < before:
+                scratch.unlink()

@@ -26,7 +26,7 @@ class Answers(Protocol):
         ...
 
     def answers(self) -> Iterator[Answer]:
-        """The response tokens of each document, and what the target itself would have said in their places."""
+        """The response tokens of each turn, and what the target itself would have said in their places."""
         ...
 
 

@@ -3,6 +3,7 @@
 It is built from stored token ids, in one pass and a sort: changing it never needs a new harvest.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from headwright.configs import RunConfig, UserError
 from headwright.data.batch import Answer
 from headwright.data.scripts import script_of
 from headwright.data.stream import Answers
+
+Group = tuple[str, str]  # ("source" or "script", its name)
 
 
 @dataclass(frozen=True)
@@ -94,24 +97,26 @@ def build_vocab(
     target_size = len(counts_V)
     if size is None or size == target_size:
         return full_vocab(target_size)
-    kept_V = torch.zeros(target_size, dtype=torch.bool)
-    kept_V[list(pinned)] = True
-    if size < int(kept_V.sum()):
+    rank_V = counts_V.clone()
+    first = int(counts_V.sum()) + 1
+    if size < len(set(pinned)):
         raise UserError(
-            f"vocab.size {size}: {int(kept_V.sum())} special tokens and byte pieces are always kept; set it higher, or "
+            f"vocab.size {size}: {len(set(pinned))} special tokens and byte pieces are always kept; set it higher, or "
             "vocab.pin_bytes to false"
         )
-    distinct = int(((counts_V > 0) | kept_V).sum())
+    rank_V[list(pinned)] = first + 1
+    distinct = int((rank_V > 0).sum())
     if size > target_size or size > distinct:
         raise UserError(
             f"vocab.size {size}: the training text uses only {distinct} distinct response tokens (vocabulary {target_size}); "
             f"set vocab.size to {distinct} or less, or to null for the full vocabulary"
         )
     for name, share in check_quotas(quotas or {}, groups or {}).items():
-        place = int(share * (size - len(set(pinned))))
+        place = math.ceil(share * (size - len(set(pinned))) - 1e-9)
         top = torch.argsort((groups or {})[name], descending=True, stable=True)[:place]
-        kept_V[top[(groups or {})[name][top] > 0]] = True
-    order = torch.argsort(counts_V.masked_fill(kept_V, int(counts_V.sum()) + 1), descending=True, stable=True)
+        top = top[(groups or {})[name][top] > 0]
+        rank_V[top] = rank_V[top].clamp_min(first)
+    order = torch.argsort(rank_V, descending=True, stable=True)
     return DraftVocab(order[:size].sort().values, target_size)
 
 
@@ -120,7 +125,7 @@ def check_quotas(quotas: Mapping[str, float], groups: Mapping[str, Tensor]) -> M
     for name in quotas:
         if name not in groups:
             raise UserError(f"vocab.quotas.{name}: no such script or source in the training text: {', '.join(groups)}")
-    if sum(quotas.values()) > 1:
+    if sum(quotas.values()) > 1 + 1e-9:
         raise UserError(f"vocab.quotas add up to {sum(quotas.values()):g}: shares of the places cannot exceed 1")
     return quotas
 
@@ -141,28 +146,29 @@ def byte_pieces(tokenizer: Any, size: int) -> list[int]:
 
 
 def group_counts(features: Answers, tokenizer: Any, counts_V: Tensor) -> dict[str, Tensor]:
-    """Occurrences [V] by source and by script."""
-    groups: dict[str, Tensor] = {}
-    for name, part in grouped(features.answers(), tokenizer):
-        counts = groups.setdefault(name, torch.zeros_like(counts_V))
+    """Occurrences [V] by source and by script; a source that is named like a script goes first."""
+    groups: dict[Group, Tensor] = {}
+    for group, part in grouped(features.answers(), tokenizer):
+        counts = groups.setdefault(group, torch.zeros_like(counts_V))
         counts.scatter_add_(0, part.ids, torch.ones_like(part.ids))
-    return groups
+    return {name: counts for (_, name), counts in sorted(groups.items())}
 
 
-def grouped(answers: Iterable[Answer], tokenizer: Any) -> Iterator[tuple[str, Answer]]:
+def grouped(answers: Iterable[Answer], tokenizer: Any) -> Iterator[tuple[Group, Answer]]:
     """Every answer under the name of its source, and each of its lines under that of its script.
 
     A line, because a piece of a letter has no script of its own.
     """
     breaks: dict[int, bool] = {}
     for answer in answers:
-        yield answer.source, answer
+        yield ("source", answer.source), answer
         start = 0
         for end, token in enumerate(answer.ids.tolist(), 1):
             if token not in breaks:
                 breaks[token] = "\n" in tokenizer.decode([token])
             if breaks[token] or end == len(answer.ids):
-                yield script_of(tokenizer.decode(answer.ids[start:end].tolist())), answer.part(start, end)
+                script = script_of(tokenizer.decode(answer.ids[start:end].tolist()))
+                yield ("script", script), answer.part(start, end)
                 start = end
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwright.data.batch import pack
+from headwright.data.batch import pack, runs_of
 from headwright.data.store import FeatureReader
 from headwright.data.stream import whole_batches
 from headwright.data.target import Target
@@ -39,7 +39,8 @@ def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
     """The cycles of one document; right[t, i]: row t's guess at step i equals the text. Each answer starts anew."""
     out = Cycles()
     runs = right_TI.int().cumprod(1).sum(1).tolist()
-    for root, end in answers(mask_T):
+    for root, stop in runs_of(mask_T):
+        end = stop - 1
         while root < end:
             accepted = min(runs[root - 1], end - root)
             emitted = min(accepted + 1, end - root)
@@ -47,13 +48,6 @@ def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
             out.emitted.append(emitted)
             root += emitted
     return out
-
-
-def answers(mask_T: Tensor) -> list[tuple[int, int]]:
-    """First and last token of each unbroken run of the mask."""
-    edges = torch.diff(mask_T.int(), prepend=torch.zeros(1), append=torch.zeros(1))
-    starts, ends = (torch.nonzero(edges == sign)[:, 0].tolist() for sign in (1, -1))
-    return [(start, end - 1) for start, end in zip(starts, ends)]
 
 
 @torch.inference_mode()

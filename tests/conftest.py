@@ -11,6 +11,7 @@ import transformers
 import headwright.heads
 from headwright.configs import RunConfig
 from headwright.configs.load import build
+from headwright.data.store import store_damage
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
 from headwright.heads.base import DraftHead, make_head
@@ -127,6 +128,11 @@ def chats(tmp_path_factory) -> Path:
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
+
+
+def broken(root: Path) -> list[str]:
+    """The files of a store that are not as they were written."""
+    return [file for file, wrong in store_damage(root) if wrong]
 
 
 def tiny_run(model_dir: Path, chats: Path, runs: Path, **sections) -> RunConfig:

@@ -20,7 +20,7 @@ MARKS = (("⟪", "{% generation %}"), ("⟫", "{% endgeneration %}"))
 # Templates with ⟪ ⟫ around what the assistant says, with the token that ends it.
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}⟪{{ m.content }}<|im_end|>⟫"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS = (
@@ -28,20 +28,20 @@ TOOLS = (
     '\nAnswer <tool_call>\n{"name": …}\n</tool_call><|im_end|>\n{% endif %}'
 )
 CALLS = (
-    "{% for call in m.tool_calls %}{% if m.content or not loop.first %}\n{% endif %}"
+    "{% for call in m.tool_calls %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
     '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}"
 )
 REPLIES = (
     "{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
 )
 QWEN25 = (
     TOOLS + "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n⟪{{ m.content }}"
     "{% if m.tool_calls %}"
     + CALLS
-    + "{% endif %}<|im_end|>⟫\n"
+    + "{% endif %}<|im_end|>⟫{{ '\n' }}"
     + REPLIES
     + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -59,7 +59,7 @@ QWEN3 = (
     "<think>\n{{ thoughts.strip('\n') }}\n</think>\n\n{{ words.lstrip('\n') }}{% else %}{{ words }}{% endif %}"
     "{% if m.tool_calls %}"
     + CALLS
-    + "{% endif %}<|im_end|>⟫\n"
+    + "{% endif %}<|im_end|>⟫{{ '\n' }}"
     + REPLIES
     + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -263,7 +263,7 @@ def test_generation_marks_change_nothing_for_empty_reasoning():
 
 
 HEADED = {
-    "plain": "{% for m in messages %}{% if m.role == 'assistant' %}⟪<|im_start|>assistant\n{{ m.content }}<|im_end|>⟫\n"
+    "plain": "{% for m in messages %}{% if m.role == 'assistant' %}⟪<|im_start|>assistant\n{{ m.content }}<|im_end|>⟫{{ '\n' }}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "qwen3": QWEN3.replace("<|im_start|>assistant\n⟪", "⟪<|im_start|>assistant\n"),
@@ -294,7 +294,10 @@ def test_marks_without_the_end():
 
 @pytest.mark.xfail(strict=True, reason="marks that reach over the turn's end teach the line end behind it")
 def test_marks_that_reach_over_the_end():
-    template = PLAIN.replace("⟫", "").replace("{% else %}", "\n⟫{% else %}").replace("{% endif %}\n", "\n{% endif %}")
+    template = PLAIN.replace("<|im_end|>⟫", "<|im_end|>\n⟫").replace(
+        "{{ m.content }}<|im_end|>{%", "{{ m.content }}<|im_end|>\n{%"
+    )
+    template = template.replace("{% endif %}{{ '\n' }}", "{% endif %}")
     assert runs(tokenizer_of("plain", template, marks=True), [user("q"), said("a"), user("q")]) == ["a" + END]
 
 

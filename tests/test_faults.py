@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TAPS, tiny_run
+from conftest import TAPS, broken, tiny_run
 from test_harvest import SIDES, assert_same_store, same_shards, start, times, wait_for_shards
 
 import headwright.data.store as store
 from headwright.configs import UserError, dump
 from headwright.configs.load import load_run
 from headwright.data.harvest import harvest, harvest_side, main, open_side, store_path
-from headwright.data.store import FeatureReader, read_manifest
+from headwright.data.store import read_manifest
 
 TMPFS = ["unshare", "-rm"]
 
@@ -279,7 +279,7 @@ def test_changed_input_is_refused(model_dir, asked, tmp_path, change):
     assert times(run) == before
     path.write_text("\n".join(lines))
     harvest(run)
-    assert list(FeatureReader(store_path(run, "train")).damage()) == []
+    assert broken(store_path(run, "train")) == []
 
 
 @pytest.mark.xfail(strict=True, reason="whoever finishes first sweeps the scratch file of the other's index")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHATML, TAPS, make_model, make_tokenizer, tiny_run
+from conftest import CHATML, TAPS, broken, make_model, make_tokenizer, tiny_run
 
 from headwright.configs import UserError, dump
 from headwright.configs.load import load_run
@@ -92,7 +92,7 @@ def test_store_holds_each_prompt_answered(done):
                 assert answer == target.generate_hf(torch.tensor([prompt]), 12)
         manifest = reader.manifest
         assert (manifest.taps, manifest.dtype, manifest.documents) == (list(TAPS), "float32", len(reader))
-        assert list(reader.damage()) == []
+        assert broken(reader.root) == []
     assert not {n["key"] for n in FeatureReader(store_path(done, "train")).notes} & {d.key for d in corpus.held_out}
 
 
@@ -131,7 +131,7 @@ def test_missing_shard_is_made_again(done, run):
         k: v for k, v in before.items() if k != str(victim)
     }
     same_shards(store_path(done, "train"), store_path(run, "train"))
-    assert list(FeatureReader(store_path(run, "train")).damage()) == []
+    assert broken(store_path(run, "train")) == []
 
 
 def test_dry_run_makes_nothing(run, tmp_path):
@@ -374,7 +374,7 @@ def test_interrupted_harvest_says_so_and_continues(model_dir, many, tmp_path):
     assert message == ["interrupted: finished work is kept; the same command continues where it stopped"]
     assert not list(store_path(run, "train").glob(".*.tmp"))
     harvest(run)
-    assert list(FeatureReader(store_path(run, "train")).damage()) == []
+    assert broken(store_path(run, "train")) == []
 
 
 @pytest.mark.parametrize(

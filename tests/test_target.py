@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headwright.configs import UserError
 from headwright.configs.schema import TargetConfig
-from headwright.data.target import AttentionPlan, Target, choose_taps, plan_attention
+from headwright.data.target import AttentionPlan, Target, choose_taps
 
 TARGETS = {family: make_target(family) for family in FAMILIES}
 WINDOWED = [family for family in FAMILIES if getattr(TARGETS[family].text, "sliding_window", None)]
@@ -342,7 +342,9 @@ def test_model_with_an_unknown_last_step_is_refused():
 
 def test_model_whose_layers_compute_something_else_is_refused(monkeypatch):
     """An attention that ignores what ours is told shows in the first tap behind it."""
-    monkeypatch.setattr(AttentionPlan, "mask", lambda self, window, groups, device: self.mask_BNS.repeat(1, groups, 1)[:, None])
+    monkeypatch.setattr(
+        AttentionPlan, "mask", lambda self, window, groups, device: self.mask_BNS.repeat(1, groups, 1)[:, None]
+    )
     make_target("llama")
     with pytest.raises(UserError, match="differs from Hugging Face's own"):
         make_target("mistral")

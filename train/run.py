@@ -12,8 +12,8 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, table
 from headwright.data.corpus import read_corpus
-from headwright.data.harvest import check_offline, jobs_of, make_manifest, save_config, store_path
-from headwright.data.live import HybridDocuments, LiveDocuments
+from headwright.data.harvest import check_features, check_offline, jobs_of, make_manifest, save_config, store_path
+from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import Documents, FeatureStream, pack_in_order
 from headwright.data.target import Target
@@ -37,6 +37,7 @@ def head_path(run: RunConfig) -> Path:
 
 def train(run: RunConfig, dry_run: bool = False) -> None:
     """Harvested features → the best head, with checkpoints to continue from."""
+    check_features(run)
     if dry_run:
         check_offline(run)
         return
@@ -112,8 +113,8 @@ def open_features(run: RunConfig, target: Target) -> Documents:
     manifest = make_manifest(run, target, jobs, 0)
     if run.harvest.features == "live":
         return LiveDocuments(root, manifest, jobs, target)
-    batches = pack_in_order(list(jobs.tokens), run.train.tokens_per_batch, run.seed, epoch=0)
-    manifest.identity["tokens_per_batch"] = run.train.tokens_per_batch
+    manifest.identity["train.tokens_per_batch"] = run.train.tokens_per_batch  # it decides what a shard holds
+    batches = pack_in_order(Texts(jobs).lengths(), run.train.tokens_per_batch, run.seed, epoch=0)
     return HybridDocuments(root, manifest, jobs, target, batches)
 
 
