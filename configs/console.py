@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -20,18 +21,18 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """Print a table; the first column is left-aligned, the others right."""
     if not speaks():
         return
-    grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    grid = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        grid.add_column(Text(column), justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*(str(cell) for cell in row))
+        grid.add_row(*(Text(str(cell)) for cell in row))  # names are not markup
     console.print(grid)
 
 
 def say(message: str) -> None:
     """One line for the user."""
     if speaks():
-        console.print(message, markup=False)
+        console.print(message, markup=False, emoji=False)
 
 
 def progress(quiet: bool = False) -> Progress:

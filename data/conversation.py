@@ -55,7 +55,7 @@ class Talk:
 
     def answered(self, new: list[int], ends: Sequence[int]) -> list[int] | None:
         """Note an answer's text. The next turn's prompt, where there is one."""
-        text = self.renderer.tokenizer.decode(new, skip_special_tokens=True)
+        text = self.renderer.tokenizer.decode(new[:-1] if new and new[-1] in ends else new)
         self.messages.append({"role": "assistant", "content": text})
         return self.next_prompt() if new and new[-1] in ends else None
 

@@ -9,7 +9,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +134,20 @@ def read_corpus(config: CorpusConfig, seed: int, folder: Path | None = None) -> 
     """
     check_sources(config.sources)
     skipped = Skipped(config.strict, rows=Spool(folder, list, list))
-    spool: Spool[Document] = Spool(folder, asdict, decode_document)
-    ranks, owners = array("d"), array("H")
+    spool: Spool[Document] = Spool(folder, vars, decode_document)
+    ranks, owners = array("d"), array("H")  # the hash that splits; which source
     unique = make_filter(config.near_duplicates, skipped)
     for number, source in enumerate(config.sources):
-        before = len(spool)
+        empty = True
         for document in limited(read_source(source, config.system, skipped, seed), source.limit, seed, folder):
+            empty = False
             if unique(document):
                 spool.append(document)
                 ranks.append(rank_of(document.key, seed))
                 owners.append(number)
-        if len(spool) == before and not skipped.counts["duplicates"]:
+        if empty:
             raise UserError(f"corpus source {label(source)}: no usable document in it ({skipped})")
-    chosen = weighted(config.sources, np.array(ranks), np.array(owners, dtype=np.int64))
+    chosen = weighted(config.sources, spool, np.array(owners, dtype=np.int64), seed)
     train = View(spool, [number for number in chosen if ranks[number] >= config.held_out])
     held_out = View(spool, [number for number in chosen if ranks[number] < config.held_out])
     if not train:
@@ -183,7 +184,7 @@ def limited(
     if limit is None:
         yield from documents
         return
-    spool: Spool[Document] = Spool(folder, asdict, decode_document)
+    spool: Spool[Document] = Spool(folder, vars, decode_document)
     ranks: dict[str, float] = {}
     for document in documents:
         spool.append(document)
@@ -194,8 +195,11 @@ def limited(
             yield document
 
 
-def weighted(sources: Sequence[Source], ranks: np.ndarray, owners: np.ndarray) -> list[int]:
-    """Numbers of the documents that stay when the weighted sources are cut to their shares, lowest hashes first."""
+def weighted(sources: Sequence[Source], spool: Spool[Document], owners: np.ndarray, seed: int) -> list[int]:
+    """Numbers of the documents that stay when the weighted sources are cut to their shares, lowest hashes first.
+
+    Not the hash that splits: that one would keep the held-out documents.
+    """
     counts = np.bincount(owners, minlength=len(sources))
     weights = {number: source.weight for number, source in enumerate(sources) if source.weight}
     scale = min((counts[number] / weight for number, weight in weights.items() if counts[number]), default=0.0)
@@ -203,7 +207,9 @@ def weighted(sources: Sequence[Source], ranks: np.ndarray, owners: np.ndarray) -
     for number, weight in weights.items():
         mine = np.flatnonzero(owners == number)
         keep = max(1, round(weight * scale)) if len(mine) else 0
-        stays[mine[np.argsort(ranks[mine], kind="stable")[keep:]]] = False
+        if keep < len(mine):
+            ranks = np.array([rank_of(spool[int(index)].key, seed + 1) for index in mine])
+            stays[mine[np.argsort(ranks, kind="stable")[keep:]]] = False
     return np.flatnonzero(stays).tolist()
 
 
@@ -268,7 +274,7 @@ def pieces(rows: Iterator[Row]) -> Iterator[Row]:
     """Long texts cut into parts of about equal length, at white space; everything else as it is."""
     for place, row in rows:
         text = row.get("text") if isinstance(row, dict) else None
-        if not isinstance(text, str) or len(text) <= PIECE or "messages" in row:
+        if not isinstance(text, str) or len(text) <= PIECE or row.get("messages"):
             yield place, row
             continue
         size = math.ceil(len(text) / math.ceil(len(text) / (PIECE - 100)))
@@ -286,21 +292,19 @@ def make_document(row: Any, source: Source, place: str, system: str | None) -> D
         raise row
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
+    row = {key: value for key, value in row.items() if value is not None and value != ""}  # tables fill all columns
     if "input_ids" in row:
         return make_tokens(row, source, place)
-    if row.get("text") is not None and not row.get("messages"):
+    if "text" in row and not row.get("messages"):
         return make_text(row["text"], source, place)
     messages = read_messages(row)
-    if system and messages[0]["role"] != "system":
+    if system and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
     first = next((turn["content"] for turn in messages if turn["role"] == "user"), None)
     if first is None:
         raise ValueError("no user turn")
-    try:
-        clean(json.dumps(messages, ensure_ascii=False))
-    except UnicodeEncodeError:
-        raise ValueError("a lone surrogate: half of a character that no tokenizer takes") from None
     tools = row.get("tools")
+    check_json([messages, tools])
     return Document(
         hash_of(" ".join(first.split())),
         label(source),
@@ -310,6 +314,18 @@ def make_document(row: Any, source: Source, place: str, system: str | None) -> D
         tools=tools if isinstance(tools, list) and tools else None,
         version=row["sample"] if type(row.get("sample")) is int else 0,
     )
+
+
+def check_json(value: Any) -> None:
+    """What is to be kept must be text that a tokenizer takes."""
+    try:
+        clean(json.dumps(value, ensure_ascii=False))
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate: half of a character that no tokenizer takes") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except TypeError as error:
+        raise ValueError(f"a value that is no text: {error}") from None
 
 
 def make_text(text: Any, source: Source, place: str) -> Document:
@@ -368,7 +384,7 @@ def read_turn(turn: Any) -> dict[str, Any]:
         raise ValueError("a message lacks role or content")
     role = ROLES.get(role, role)
     if role not in KNOWN_ROLES:
-        raise ValueError(f"unknown role {role!r}: expected one of {', '.join(sorted(KNOWN_ROLES))}")
+        raise ValueError(f"unknown role {role[:40]!r}: expected one of {', '.join(sorted(KNOWN_ROLES))}")
     calls = turn.get("tool_calls") or None
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
     thoughts = next((turn[key] for key in REASONING if isinstance(turn.get(key), str) and turn[key].strip()), None)
@@ -395,9 +411,10 @@ def read_parts(parts: list[Any], thoughts: str | None) -> tuple[str, str | None]
     words: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        said = part.get("text") or part.get("thinking") or part.get("reasoning") if kind else None
-        if kind not in ("text", "thinking", "reasoning") or not isinstance(said, str):
-            raise ValueError(f"a content part of type {kind!r}: only text and reasoning are read")
+        keys = ("text", "thinking", "reasoning")
+        said = next((part[key] for key in keys if part.get(key) is not None), None) if kind else None
+        if kind not in keys or not isinstance(said, str):
+            raise ValueError(f"a content part of type {str(kind)[:40]!r}: only text and reasoning are read")
         if kind == "text":
             words.append(said)
         else:
@@ -418,7 +435,7 @@ def read_calls(calls: Any) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError("a tool call's arguments are not JSON") from None
         named = {"name": function["name"], "arguments": arguments}
         read.append({"type": "function", "function": named} | ({"id": call["id"]} if call.get("id") else {}))

@@ -6,7 +6,7 @@ What is cut depends on the corpus and the run alone, never on how many processes
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def encode_job(job: Job) -> dict[str, Any]:
     document = job.document if job.mask is None else replace(job.document, messages=(), text="", ids=(), mask=())
     mask = None if job.mask is None else [int(on) for on in job.mask]
     sizes = {"widest": job.widest, "most": job.most}
-    return {"document": asdict(document), "ids": job.ids, "mask": mask, "sample": job.sample} | sizes
+    return {"document": vars(document), "ids": job.ids, "mask": mask, "sample": job.sample} | sizes
 
 
 def decode_job(raw: dict[str, Any]) -> Job:

@@ -1,7 +1,9 @@
 """What the head will learn, token by token. Runnable: `headwright preview --config …`; writes runs/<name>/preview.html."""
 
 import itertools
+import json
 import statistics
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from rich.text import Text
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import console, say, table
-from headwright.data.chat import Encoded
+from headwright.data.chat import Encoded, special_ids
 from headwright.data.corpus import Document, encode_document, encode_prompt, read_corpus
 from headwright.data.harvest import check_offline, renderer_of, store_path
 from headwright.data.store import FeatureReader, write_text
@@ -97,9 +99,9 @@ def sample_of(document: Document, encoded: Encoded, longest: int, tokenizer: Any
     added = learned = None
     if document.messages:
         turns = document.messages if by_corpus else document.prompt
-        words = [tokenizer(turn["content"], add_special_tokens=False)["input_ids"] for turn in turns]
-        added = len(encoded.ids) - sum(map(len, words))
-        special = set(tokenizer.all_special_ids)
+        words = [tokenizer(text, add_special_tokens=False)["input_ids"] for turn in turns for text in texts_of(turn)]
+        added = max(0, len(encoded.ids) - sum(map(len, words)))
+        special = special_ids(tokenizer)
         learned = sum(on and token in special for token, on in zip(encoded.ids, encoded.mask))
     return Sample(
         document.source,
@@ -110,6 +112,12 @@ def sample_of(document: Document, encoded: Encoded, longest: int, tokenizer: Any
         added,
         learned,
     )
+
+
+def texts_of(turn: dict[str, Any]) -> list[str]:
+    """All that somebody said in a turn."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls") or []]
+    return [turn["content"], turn.get("reasoning_content") or "", *calls]
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
@@ -125,9 +133,8 @@ def pieces(sample: Sample, tokenizer: Any) -> Iterator[tuple[str, bool, str]]:
     """(text, learned, token ids) of each token; tokens that are parts of one letter together."""
     start, ids = 0, sample.ids
     while start < len(ids):
-        end = start + 1
-        while "\ufffd" in tokenizer.decode(ids[start:end]) and end < min(len(ids), start + 4):
-            end += 1
+        ends = (end for end in range(start + 1, min(len(ids), start + 4) + 1) if len(set(sample.mask[start:end])) == 1)
+        end = next((end for end in ends if "\ufffd" not in tokenizer.decode(ids[start:end])), start + 1)
         yield tokenizer.decode(ids[start:end]), sample.mask[start], " ".join(map(str, ids[start:end]))
         start = end
 
@@ -139,12 +146,19 @@ def print_sample(sample: Sample, tokenizer: Any) -> None:
     for number, (piece, learned, _) in enumerate(pieces(sample, tokenizer)):
         if not console.is_terminal and learned != before:
             text.append("⟦" if learned else "⟧")
-        text.append(piece, style=SHADES[learned][number % 2])
+        text.append(visible(piece), style=SHADES[learned][number % 2])
         before = learned
     if before and not console.is_terminal:
         text.append("⟧")
-    console.rule(f"{sample.source} · {sample.place} · {len(sample.ids)} tokens, {sum(sample.mask)} learned")
+    console.rule(
+        Text(visible(f"{sample.source} · {sample.place} · {len(sample.ids)} tokens, {sum(sample.mask)} learned"))
+    )
     console.print(text)
+
+
+def visible(text: str) -> str:
+    """Control characters as signs: a document must not move the cursor."""
+    return "".join(sign if sign in "\n\t" or unicodedata.category(sign) != "Cc" else "␦" for sign in text)
 
 
 def show_statistics(run: RunConfig, samples: Sequence[Sample], stored: bool) -> None:

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,7 @@ Row = tuple[str, Any]  # (place, a parsed row or Malformed)
 LONGEST = 8 << 20  # bytes of one row; a longer one is no chat
 BLOCK = 1 << 18  # bytes of plain text read at once
 SHUFFLE = 10_000  # rows among which a streamed data set is shuffled
+LISTS = ("messages", "conversations", "turns", "tools", "input_ids", "loss_mask", "mask")
 BOM = b"\xef\xbb\xbf"
 
 
@@ -71,13 +73,9 @@ def file_rows(path: Path) -> Iterator[Row]:
         with open_file(path) as file:
             for place, row in READERS[kind_of(path)](path, file):
                 yield place, row
-    except (EOFError, OSError, ValueError, csv.Error) as error:
-        if isinstance(error, PermissionError | IsADirectoryError):
-            raise UserError(f"corpus path {path}: {error.strerror}") from None
-        yield f"{place} and after", Malformed(f"the file breaks off: {reason(error)}")
-    except Exception as error:
-        if "zstd" not in type(error).__module__ and type(error).__name__ != "ZstdError":
-            raise
+    except PermissionError as error:
+        raise UserError(f"corpus path {path}: {error.strerror}") from None
+    except (EOFError, OSError, ValueError, zlib.error, csv.Error) as error:
         yield f"{place} and after", Malformed(f"the file breaks off: {reason(error)}")
 
 
@@ -86,12 +84,52 @@ def open_file(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".zst":
+        return io.BufferedReader(Unpacked(path))
+    return path.open("rb")
+
+
+class Unpacked(io.RawIOBase):
+    """A .zst file, frame by frame. (The package's own reader takes a file that was cut off for a whole one.)"""
+
+    def __init__(self, path: Path):
         try:
             import zstandard
         except ImportError:
             raise UserError(f"corpus path {path}: .zst needs a package: pip install zstandard") from None
-        return zstandard.open(path, "rb")
-    return path.open("rb")
+        self.zstandard, self.file = zstandard, path.open("rb")
+        self.frame: Any = None
+        self.held = b""
+
+    def readable(self) -> bool:
+        """As BufferedReader asks."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`; 0 at the end. Raises EOFError for a frame without end."""
+        while not self.held:
+            packed = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
+            if self.frame is None or self.frame.eof:
+                self.frame = self.zstandard.ZstdDecompressor().decompressobj()
+            if not (packed := packed or self.file.read(1 << 16)):
+                if self.started:
+                    raise EOFError("the compressed file is cut off")
+                return 0
+            self.started = True
+            try:
+                self.held = self.frame.decompress(packed)
+            except self.zstandard.ZstdError as error:
+                raise ValueError(str(error)) from None
+            self.started = not self.frame.eof
+        count = min(len(buffer), len(self.held))
+        buffer[:count], self.held = self.held[:count], self.held[count:]
+        return count
+
+    started = False
+
+    def close(self) -> None:
+        """Close the file, too."""
+        self.file.close()
+        super().close()
 
 
 def read_json_lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
@@ -132,8 +170,17 @@ def parse(line: bytes) -> Any:
 
 
 def read_json(path: Path, file: IO[bytes]) -> Iterator[Row]:
-    """A list of rows, or an object that holds one under `data` or `rows`; a single object is one row."""
+    """A list of rows, or an object that holds one under `data` or `rows`; a single object is one row.
+
+    Files of JSON lines are often called .json, too.
+    """
     found = parse(file.read().removeprefix(BOM))
+    if isinstance(found, Malformed):
+        file.seek(0)
+        if not isinstance(parse(next((line or b"" for _, line in lines_of(file)), b"")), Malformed):
+            file.seek(0)
+            yield from read_json_lines(path, file)
+            return
     if isinstance(found, dict):
         found = next((found[key] for key in ("data", "rows") if isinstance(found.get(key), list)), [found])
     if not isinstance(found, list):
@@ -148,27 +195,48 @@ def read_table(delimiter: str) -> Callable[[Path, IO[bytes]], Iterator[Row]]:
 
     def read(path: Path, file: IO[bytes]) -> Iterator[Row]:
         csv.field_size_limit(LONGEST)
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.DictReader(text, delimiter=delimiter)
+        too_long: list[int] = []
+        rows = csv.reader(text_lines(file, too_long), delimiter=delimiter)
+        header: list[str] | None = None
         while True:
             place = f"{path}:{rows.line_num + 1}"
             try:
-                row = next(rows)
-            except StopIteration:
-                return
+                fields = next(rows, None)
             except csv.Error as error:
                 yield place, Malformed(str(error))
                 continue
-            yield place, Malformed("more fields than the header has") if None in row else unpacked(row)
+            while too_long:
+                yield f"{path}:{too_long.pop(0)}", Malformed(f"longer than {LONGEST >> 20} MiB")
+            if fields is None:
+                return
+            if header is None:
+                header = fields or None
+            elif fields:
+                yield place, table_row(header, fields)
 
     return read
 
 
+def text_lines(file: IO[bytes], too_long: list[int]) -> Iterator[str]:
+    """Lines of a table. One that is too long is noted, and empty."""
+    for number, line in lines_of(file):
+        if line is None:
+            too_long.append(number)
+        yield (line or b"\n").decode("utf-8", "surrogateescape")
+
+
+def table_row(header: list[str], fields: list[str]) -> Any:
+    """The fields by name; missing ones are empty."""
+    if len(fields) > len(header):
+        return Malformed("more fields than the header has")
+    return unpacked(dict(zip(header, fields + [""] * (len(header) - len(fields)))))
+
+
 def unpacked(row: dict[str, Any]) -> dict[str, Any]:
-    """Fields that hold JSON lists, as tables must write chats, as lists."""
+    """Lists, which tables must write as JSON text, as lists."""
     out = {}
     for key, value in row.items():
-        looks = isinstance(value, str) and value.lstrip().startswith("[")
+        looks = key in LISTS and isinstance(value, str) and value.lstrip().startswith("[")
         found = parse(value.encode("utf-8", "surrogateescape")) if looks else value
         out[key] = found if isinstance(found, list) else value
     return out
@@ -198,11 +266,12 @@ def numbered(path: Path, batches: Any) -> Iterator[Row]:
     """Rows of Arrow batches."""
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # a damaged file must not be read beyond its buffers
         for index in range(batch.num_rows):
             row: Any
             try:
                 row = unpacked(batch.slice(index, 1).to_pylist()[0])
-            except ValueError as error:  # a string that is not UTF-8
+            except (ValueError, OverflowError) as error:  # a string that is not UTF-8, a date that is none
                 row = Malformed(reason(error))
             yield f"{path}[{number}]", row
             number += 1
@@ -213,7 +282,7 @@ def read_text(path: Path, file: IO[bytes]) -> Iterator[Row]:
     start, held, length = 1, [], 0
     for number, line in lines_of(file):
         try:
-            text = (line or b"").decode("utf-8")
+            text = (line or b"").decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             yield f"{path}:{number}", Malformed(f"not UTF-8 at byte {error.start}")
             continue

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwright.configs import RunConfig, UserError
 from headwright.data.batch import Answer
+from headwright.data.chat import special_ids
 from headwright.data.scripts import script_of
 from headwright.data.stream import Answers
 
@@ -132,7 +133,7 @@ def check_quotas(quotas: Mapping[str, float], groups: Mapping[str, Tensor]) -> M
 
 def pinned_ids(tokenizer: Any, ends: Sequence[int], size: int, with_bytes: bool) -> list[int]:
     """Ids that are always kept: ends of text, special tokens, and the pieces that spell single bytes."""
-    pinned = {*ends, *(token for token in tokenizer.all_special_ids if token < size)}
+    pinned = {*ends, *(token for token in special_ids(tokenizer) if token < size)}
     return sorted(pinned | set(byte_pieces(tokenizer, size))) if with_bytes else sorted(pinned)
 
 

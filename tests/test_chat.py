@@ -250,14 +250,12 @@ def test_generation_marks_change_nothing_for_agents(name, thinking, messages, to
     same_masks(name, messages, tools, thinking=thinking)
 
 
-@pytest.mark.xfail(strict=True, reason="marked: the end after an unlearned call is learned, and the space before it")
 @pytest.mark.parametrize("content", ["", "I look."])
 def test_generation_marks_change_nothing_without_tool_calls(content):
     messages = [user("q"), said(content, None, [WEATHER]), reply("rain"), said("It rains.")]
     same_masks("qwen2.5", messages, tool_calls=False)
 
 
-@pytest.mark.xfail(strict=True, reason="marked: Qwen 3's empty reasoning is learned; probed: it is not")
 def test_generation_marks_change_nothing_for_empty_reasoning():
     same_masks("qwen3", [user("q"), said("yes")])
 
@@ -278,21 +276,18 @@ def test_marks_that_include_the_header(name):
     assert runs(tokenizer, messages) == expected_runs(messages, name)
 
 
-@pytest.mark.xfail(strict=True, reason="the prompt is looked for at the chat's start, which Qwen 3 rewrites later")
 def test_marks_that_include_the_header_where_reasoning_is_dropped():
     messages = [user("q"), said("", "hm", [WEATHER]), reply("rain"), said("rain"), user("q"), said("b", "hm")]
     found = runs(tokenizer_of("qwen3", HEADED["qwen3"], marks=True), messages)
     assert not any("im_start" in run for run in found)
 
 
-@pytest.mark.xfail(strict=True, reason="marks around the words alone leave out the token that ends the turn")
 def test_marks_without_the_end():
     template = PLAIN.replace("<|im_end|>⟫", "⟫<|im_end|>")
     messages = [user("q"), said("a"), user("q"), said("b 👩‍👩‍👧")]
     assert runs(tokenizer_of("plain", template, marks=True), messages) == ["a" + END, "b 👩‍👩‍👧" + END]
 
 
-@pytest.mark.xfail(strict=True, reason="marks that reach over the turn's end teach the line end behind it")
 def test_marks_that_reach_over_the_end():
     template = PLAIN.replace("<|im_end|>⟫", "<|im_end|>\n⟫").replace(
         "{{ m.content }}<|im_end|>{%", "{{ m.content }}<|im_end|>\n{%"
@@ -344,12 +339,7 @@ def test_inline_reasoning_of_earlier_turns_is_dropped():
     "marks",
     [
         True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True, reason="probed: reasoning inside the content of Qwen 3's last turn is refused"
-            ),
-        ),
+        False,
     ],
 )
 def test_inline_reasoning_of_the_last_turn(marks):
@@ -365,7 +355,6 @@ def test_template_options():
         assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
 
 
-@pytest.mark.xfail(strict=True, reason="special tokens inside what is learned fail the check of its text")
 @pytest.mark.parametrize("special", ["<think>", "<tool_call>"])
 def test_marks_of_reasoning_and_calls_that_are_special_tokens(special):
     text = "".join(part for part in QWEN3 if part not in "⟪⟫")
@@ -402,9 +391,6 @@ def test_calls_that_the_template_cannot_write_are_refused(messages):
         runs(BOTH["llama3.1"][0], messages)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a space that the template writes before words, and not before calls, is a refusal"
-)
 def test_mistral_tool_calls():
     template = (
         "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.role == 'tool' %}"
@@ -444,7 +430,6 @@ def test_last_turn_is_the_last_run(name, messages):
     assert runs(tokenizer, messages, last_turn=True) == expected_runs(messages, name)[-1:]
 
 
-@pytest.mark.xfail(strict=True, reason="white space before the end is not learned, and splits the last turn's run")
 def test_last_turn_that_ends_with_white_space():
     found = runs(BOTH["plain"][0], [user("q"), said("first"), user("q"), said("second\n")], last_turn=True)
     assert "".join(found).split() == ["second", END] or "".join(found) == "second\n" + END
@@ -453,9 +438,6 @@ def test_last_turn_that_ends_with_white_space():
 # Special tokens
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only tokens in the special tokens map end a turn; Phi-3's and Gemma 3's are not there"
-)
 def test_end_that_is_only_an_added_token():
     tokenizer = make_tokenizer(CHATML, ["<|im_start|>"], "<|endoftext|>")
     tokenizer.add_tokens([tokenizers.AddedToken(END, special=True)])
@@ -549,25 +531,19 @@ MERGED = {
     name: (trained(SPACED[name], ["<s>"], "</s>"), make_tokenizer(SPACED[name], ["<s>"], "</s>"))
     for name in ("mistral", "vicuna")
 }
-LINE_END = pytest.mark.xfail(
-    strict=True, reason="a last token that takes in the line end behind it is not inside the answer: refused"
-)
 
 
-@LINE_END
 def test_answer_whose_last_token_holds_its_line_end():
     tokenizer = trained(CHATML, ["<|im_start|>"], END)
     assert "".join(runs(tokenizer, [user("Hello"), said("Hello there.\n")])).replace("\n", "") == "Hello there." + END
 
 
-@LINE_END
 def test_words_before_an_unlearned_call_whose_last_token_holds_the_line_end():
     tokenizer = trained("".join(part for part in QWEN25 if part not in "⟪⟫"), ["<|im_start|>"], END)
     messages = [user("Hello"), said("Hello there.", None, [CLOCK])]
     assert "".join(runs(tokenizer, messages, tool_calls=False)).strip() == "Hello there."
 
 
-@pytest.mark.xfail(strict=True, reason="the check compares the text before the tokenizer's normalizer: refused")
 def test_tokenizer_that_normalizes():
     """Qwen's tokenizers compose letters (NFC); a text that has them decomposed is the same text."""
     tokenizer = trained(CHATML, ["<|im_start|>"], END, normalizer=tokenizers.normalizers.NFC())

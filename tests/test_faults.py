@@ -282,7 +282,6 @@ def test_changed_input_is_refused(model_dir, asked, tmp_path, change):
     assert broken(store_path(run, "train")) == []
 
 
-@pytest.mark.xfail(strict=True, reason="whoever finishes first sweeps the scratch file of the other's index")
 def test_two_processes_may_finish_at_once(model_dir, chats, tmp_path, monkeypatch):
     """One is writing the index when the other, which has nothing left to do, finishes, too."""
     from headwright.data.corpus import read_corpus

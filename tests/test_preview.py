@@ -113,10 +113,6 @@ def test_letters_of_several_tokens_are_one_piece():
     assert [len(ids.split()) for _, _, ids in found] == [1, 2, 4]
 
 
-LETTER = pytest.mark.xfail(strict=True, reason="pieces of bytes that make no letter run on over the mask's edge")
-
-
-@LETTER
 @pytest.mark.parametrize("byte", ["\ufffd", "broken"])
 def test_bytes_that_make_no_letter_stay_on_their_side(byte):
     """An answer may end in the middle of a letter, and a text may hold U+FFFD itself."""
@@ -144,10 +140,6 @@ def test_console_marks_what_is_learned(parts, first):
     assert f"set · a.jsonl:1 · {len(ids)} tokens, {sum(mask)} learned" in title
 
 
-MARKUP = pytest.mark.xfail(strict=True, reason="names are read as rich markup: left out, or a MarkupError")
-
-
-@MARKUP
 @pytest.mark.parametrize("name", ["set [b]", "[/red]", "data/[a]/x"])
 def test_names_with_brackets(name):
     with stage.console.capture() as capture:
@@ -156,7 +148,6 @@ def test_names_with_brackets(name):
     assert capture.get().count(name) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="control characters of a document reach the terminal")
 def test_control_characters_do_not_reach_the_terminal():
     with stage.console.capture() as capture:
         print_sample(sample("a\x1b[2Jb\x07"), TOKENIZER)
@@ -226,7 +217,6 @@ def test_statistics_of_a_corpus(tmp_path, model_dir, chats, capsys):
     assert "".join(text for text, on, _ in page.pieces if on) == "".join(learned_text(s.ids, s.mask) for s in shown)
 
 
-@pytest.mark.xfail(strict=True, reason="reasoning and tool calls count as what the template adds")
 def test_reasoning_is_not_what_the_template_adds():
     template = CHATML.replace("{{ m['content'] }}", "{{ m.reasoning_content }}{{ m.content }}")
     tokenizer = make_tokenizer(template, SPECIAL)

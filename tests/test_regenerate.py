@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from headwright.configs import UserError, dump
 from headwright.data import server
+from headwright.data.batch import runs_of
 from headwright.data.corpus import read_corpus
 from headwright.data.harvest import harvest, store_path
 from headwright.data.jobs import seed_of
 from headwright.data.regenerate import folder_of, main, mend, regenerate
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
-from headwright.eval.rollout_tau import answers
 from headwright.heads.base import save_head
 
 KEY = "sk-no-file-may-hold-this"
@@ -164,7 +164,6 @@ def test_key_arrives_and_is_nowhere_else(model_dir, talks, tmp_path, capfd):
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
-@pytest.mark.xfail(strict=True, reason="a server's message is written as it is, with the key that it repeats")
 def test_key_that_a_server_repeats_is_not_written(model_dir, talks, tmp_path):
     with serving(lambda number, body: "400") as fake:
         fake.message = f"wrong key: {KEY}"
@@ -276,7 +275,6 @@ def test_tools_and_tool_turns_go_along(model_dir, tmp_path):
     assert body["messages"][2] == turns[2]
 
 
-@pytest.mark.xfail(strict=True, reason="a corpus's calls are sent with arguments as objects; the protocol wants text")
 def test_arguments_of_calls_are_text_on_the_wire(model_dir, tmp_path):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [
@@ -295,7 +293,6 @@ def test_arguments_of_calls_are_text_on_the_wire(model_dir, tmp_path):
     assert json.loads(arguments) == {"x": 1}
 
 
-@pytest.mark.xfail(strict=True, reason="a lone surrogate stops the run, again at each start")
 def test_half_a_character_does_not_stop_the_run(model_dir, talks, tmp_path):
     def reply(body):
         bad = body["messages"][-1]["content"] == "q0 0"
@@ -359,7 +356,6 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, rows, data)
     assert path.read_bytes() == b"".join(texts[: len(whole)])
 
 
-@pytest.mark.xfail(strict=True, raises=json.JSONDecodeError, reason="a broken line shows a traceback, not a message")
 def test_broken_line_in_the_middle_is_one_message(model_dir, talks, tmp_path):
     with serving() as fake:
         run = run_of(model_dir, talks, tmp_path, [fake.url], samples=1)
@@ -404,12 +400,11 @@ def test_output_is_a_corpus_whose_mask_is_the_assistants_words(model_dir, talks,
     for note, document in zip(reader.notes, reader):
         messages = rows[note["key"]]["messages"]
         said = [turn["content"] + "<|im_end|>" for turn in messages if turn["role"] == "assistant"]
-        spans = answers(document.mask_T)
-        assert [tokenizer.decode(document.ids_T[start : end + 1]) for start, end in spans] == said
+        spans = runs_of(document.mask_T)
+        assert [tokenizer.decode(document.ids_T[start:end]) for start, end in spans] == said
         assert tokenizer.decode(document.ids_T) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-@pytest.mark.xfail(strict=True, reason="samples share their first user turn, so all but one are dropped as duplicates")
 def test_every_sample_of_the_output_is_used(model_dir, talks, tmp_path):
     with serving() as fake:
         run = run_of(model_dir, talks, tmp_path, [fake.url], samples=3)

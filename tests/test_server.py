@@ -103,7 +103,6 @@ def test_never_more_requests_in_flight_than_asked_for(concurrency, count):
     assert max(flights) >= min(2, concurrency * count)
 
 
-@pytest.mark.xfail(strict=True, reason="the slots are shared: a live server also gets the dead ones' requests")
 def test_concurrency_is_per_server_also_when_another_is_dead():
     with serving(think=0.02) as fake:
         chats = {f"chat {number}": 1 for number in range(24)}
@@ -213,7 +212,6 @@ def test_all_servers_dead_is_one_error_soon():
     assert len(given) < 40
 
 
-@pytest.mark.xfail(strict=True, reason="silence is refused only before the first answer of all")
 def test_servers_that_die_on_the_way_are_one_error_soon():
     chats = ((number, rounds_of("x", 1), None, SAMPLING) for number in range(150))
     with serving(lambda number, body: "500" if number >= 3 else None) as fake:
@@ -223,7 +221,6 @@ def test_servers_that_die_on_the_way_are_one_error_soon():
     assert len(fake.bodies) < 120
 
 
-@pytest.mark.xfail(strict=True, reason="a refusal of everything goes through the whole corpus")
 def test_a_wrong_key_is_one_error_soon():
     chats = ((number, rounds_of("x", 1), None, SAMPLING) for number in range(150))
     with serving(lambda number, body: "401") as fake:
@@ -277,14 +274,9 @@ def test_what_is_asked_for_arrives():
         assert headers["authorization"] == "Bearer sk-very-secret"
 
 
-def broken(value: str, why: str):
-    """A parameter that shows a known bug."""
-    return pytest.param(value, marks=pytest.mark.xfail(strict=True, reason=why))
-
-
 NONSENSE = ["[]", "null", "7", '"text"', '{"choices": [null]}', '{"choices": "abc"}']
 NONSENSE += ['{"choices": [{"message": null}]}', '{"choices": [{"message": {"content": 5}}]}']
-NONSENSE += [broken('{"choices": {}}', "KeyError is not caught"), broken("[" * 100_000, "RecursionError is not caught")]
+NONSENSE += ['{"choices": {}}', "[" * 100_000]
 
 
 @pytest.mark.parametrize("body", NONSENSE, ids=lambda text: text[:40])
@@ -294,16 +286,13 @@ def test_nonsense_is_tried_again(body):
     assert len(fake.bodies) == 2
 
 
-@pytest.mark.parametrize(
-    "after", [broken("²", "a digit for isdigit, not for float"), "-1", "nan", "inf", "1e9", ".", "1.5.2", ""]
-)
+@pytest.mark.parametrize("after", ["²", "-1", "nan", "inf", "1e9", ".", "1.5.2", ""])
 def test_odd_retry_after(after):
     with serving(lambda number, _: f"503 {after}" if number == 0 else None) as fake:
         assert_all_answered(ask([fake.url], {"a": 1}), {"a": 1})
     assert len(fake.bodies) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="a lone surrogate is taken as an answer")
 def test_half_a_character_is_no_answer():
     """JSON may spell one; no file and no tokenizer takes it."""
     half = '{"choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": "x\\ud83d"}}]}'
@@ -311,7 +300,6 @@ def test_half_a_character_is_no_answer():
         assert_all_answered(ask([fake.url], {"a": 1}), {"a": 1})
 
 
-@pytest.mark.xfail(strict=True, reason="nobody calls Servers.close")
 def test_connections_are_closed_afterwards():
     with serving() as fake:
         ask([fake.url], {f"chat {number}": 1 for number in range(6)})

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -229,9 +230,13 @@ def test_sweep_removes_what_was_left_half_written(tmp_path):
     before = names(tmp_path)
     (tmp_path / ".shard-00001.safetensors.1234abcd.tmp").write_bytes(b"half")
     (tmp_path / ".manifest.json.1234abcd.tmp").write_bytes(b"{")
+    alive = tmp_path / ".index.safetensors.9999abcd.tmp"  # of another process, at this moment
+    alive.write_bytes(b"half")
+    for scratch in tmp_path.glob(".*.1234abcd.tmp"):
+        os.utime(scratch, (0, 0))
     assert len(FeatureReader(tmp_path)) == 5
     sweep(tmp_path)
-    assert names(tmp_path) == before
+    assert names(tmp_path) == sorted([*before, alive.name])
 
 
 @pytest.mark.parametrize("place", [0.5, 0.99])
