@@ -3,9 +3,9 @@
 It is built from stored token ids, in one pass and a sort: changing it never needs a new harvest.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def build_vocab(
             f"set vocab.size to {distinct} or less, or to null for the full vocabulary"
         )
     for name, share in check_quotas(quotas or {}, groups or {}).items():
-        place = math.ceil(share * (size - len(set(pinned))) - 1e-9)
+        place = int(Fraction(str(share)) * (size - len(set(pinned))))
         top = torch.argsort((groups or {})[name], descending=True, stable=True)[:place]
         top = top[(groups or {})[name][top] > 0]
         rank_V[top] = rank_V[top].clamp_min(first)

@@ -309,7 +309,7 @@ def test_hybrid_of_another_run_is_refused(model_dir, chats, target, tmp_path):
     stream_of(*(lambda run: (run, open_features(run, target)))(make_run(model_dir, chats, tmp_path, "hybrid")))
     with pytest.raises(UserError, match=r"features of another run: train\.tokens_per_batch was 256"):
         open_features(make_run(model_dir, chats, tmp_path, "hybrid", tokens_per_batch=300), target)
-    with pytest.raises(UserError, match=r"features of another run: train\.tokens_per_batch was 256"):
+    with pytest.raises(UserError, match="features of another run: features was 'hybrid'"):
         harvest(make_run(model_dir, chats, tmp_path, "stored"))
 
 

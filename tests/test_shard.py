@@ -212,7 +212,7 @@ def test_any_flipped_bit_is_found(small, data, bit, header):
     check_found(small, bytes(blob))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_flipped_bit_in_the_name_of_a_tensor_is_found(small, name):
     whole = small[3]
     blob = bytearray(whole)
