@@ -88,6 +88,7 @@ class AnswersConfig:
 
     by: Annotated[Literal["target", "corpus"], "target: the model answers the prompts itself (on-policy)"] = "target"
     max_new_tokens: Annotated[int, "longest answer; tiny models loop when it is long", Gt(0)] = 96
+    rows: Annotated[int, "answers that the target writes at the same time", Gt(0)] = 64
     turns: Annotated[int | None, "assistant turns of a chat that are answered anew; null: all", Ge(1)] = None
     temperature: Annotated[float, "of every answer but a prompt's first, which is greedy", Ge(0)] = 0.7
     top_p: Annotated[float, "nucleus of the sampled answers", Gt(0), Le(1)] = 0.95
@@ -107,7 +108,6 @@ class RegenerateConfig:
     requests_per_minute: Annotated[int | None, "at most this many over all servers", Gt(0)] = None
     retries: Annotated[int, "attempts after the first, with growing pauses", Ge(0)] = 6
     timeout: Annotated[float, "seconds for one request", Gt(0)] = 300.0
-    rows: Annotated[int, "in process: chats per batch", Gt(0)] = 32
     head: Annotated[str | None, "in process: a trained head; answers are then drafted, one chat at a time"] = None
 
 
@@ -127,7 +127,7 @@ class HarvestConfig:
         Literal["stored", "live", "hybrid"],
         "stored: before training, on disk; live: by the target during training; hybrid: live once, kept on disk",
     ] = "stored"
-    tokens_per_batch: Annotated[int, "tokens of one batch of the target, answers included", Gt(0)] = 16384
+    tokens_per_batch: Annotated[int, "tokens of one batch of texts that the target reads", Gt(0)] = 4096
     shard_mib: Annotated[float, "size of a shard, the unit of work that a killed harvest loses", Gt(0)] = 256
     check_disk: Annotated[bool, "refuse to start when the features may not fit the disk"] = True
 

@@ -16,13 +16,15 @@ import xxhash
 from headwright.configs import RunConfig, UserError
 from headwright.configs.console import say
 from headwright.data.batch import last_rows
-from headwright.data.chat import PROBE, Renderer
+from headwright.data.chat import Renderer
 from headwright.data.corpus import Document, Skipped, decode_document, encode_document, encode_prompt
+from headwright.data.masks import PROBE
 from headwright.data.sampling import Policy
 from headwright.data.spool import Spool
 from headwright.data.store import bytes_per_token
 
 TEMPLATE_TOKENS = 32  # that a template may write around a turn
+PADDING = 0.04  # share of a batch that may be padding
 UNITS = 16  # at least so many where there is enough to do, so that processes share it and a kill loses little
 
 
@@ -72,6 +74,7 @@ class Jobs:
         self.widths = array("L")  # tokens of the longest context, at most
         self.tokens, self.rows = array("L"), array("L")  # of the finished documents, at most
         self.content = xxhash.xxh64()
+        self.asked = False  # questions; otherwise texts
         self.cut = 0  # texts that were longer than allowed
 
     def __len__(self) -> int:
@@ -79,6 +82,7 @@ class Jobs:
 
     def add(self, job: Job) -> None:
         """One more."""
+        self.asked = job.mask is None
         self.spool.append(job)
         self.keys.append((len(job.ids), int(job.document.key, 16), job.sample))
         self.widths.append(job.widest)
@@ -88,17 +92,26 @@ class Jobs:
         self.content.update(f"{job.document.key}:{job.sample}:{job.ids}:{job.mask}:{rounds and rounds[1:]}".encode())
 
     def batches(self) -> Iterator[list[int]]:
-        """Job numbers, shortest first, as many as fill the token budget with the longest of them."""
+        """Job numbers, shortest first: texts as fill the token budget with the longest of them, questions by number."""
         batch: list[int] = []
-        longest = 0
         for number in sorted(range(len(self)), key=self.keys.__getitem__):
-            longest = max(longest, self.widths[number])
-            if batch and longest * (len(batch) + 1) > self.run.harvest.tokens_per_batch:
+            if batch and self.full([*batch, number]):
                 yield batch
-                batch, longest = [], self.widths[number]
+                batch = []
             batch.append(number)
         if batch:
             yield batch
+
+    def full(self, batch: Sequence[int]) -> bool:
+        """Whether this is too much for a batch: rows of answers in the making, or tokens of texts, the last the longest.
+
+        Texts of other lengths begin another batch where there is enough in this one, so that hardly anything is padding.
+        """
+        if self.asked:
+            return len(batch) > self.run.answers.rows
+        budget, longest = self.run.harvest.tokens_per_batch, self.widths[batch[-1]]
+        tokens, before = longest * len(batch), sum(self.widths[number] for number in batch[:-1])
+        return tokens > budget or (tokens - longest - before > PADDING * before and before > budget / 4)
 
     def units(self, taps: int, width: int) -> list[list[list[int]]]:
         """Batches grouped to shards of about `harvest.shard_mib`."""

@@ -15,9 +15,10 @@ from rich.text import Text
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import console, say, table
-from headwright.data.chat import Encoded, special_ids
+from headwright.data.chat import Encoded
 from headwright.data.corpus import Document, encode_document, encode_prompt, read_corpus
 from headwright.data.harvest import check_offline, renderer_of, store_path
+from headwright.data.masks import special_ids
 from headwright.data.store import FeatureReader, write_text
 from headwright.data.target import load_tokenizer
 

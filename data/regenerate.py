@@ -101,7 +101,7 @@ def identity_of(run: RunConfig) -> dict[str, Any]:
         "model": run.regenerate.model or run.target.model if run.regenerate.urls else run.target.model,
         "revision": run.target.revision,
         "by": "server" if run.regenerate.urls else "process",
-        "answers": asdict(run.answers),
+        "answers": {key: value for key, value in asdict(run.answers).items() if key != "rows"},
         "template arguments": run.corpus.template,
         "system": run.corpus.system,
         "longest": None if run.regenerate.urls else run.corpus.max_length,
@@ -136,7 +136,7 @@ def in_process(run: RunConfig, tasks: Iterator[Task]) -> Iterator[Result]:
             yield task, None, str(error)
             continue
         group.append((task, talk))
-        if len(group) >= (1 if reply else run.regenerate.rows):
+        if len(group) >= (1 if reply else run.answers.rows):
             yield from talked(target, group, run.answers.max_new_tokens, reply)
             group = []
     yield from talked(target, group, run.answers.max_new_tokens, reply)

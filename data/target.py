@@ -72,8 +72,9 @@ class Features:
 class AttentionPlan:
     """What one forward of the target may attend to. Carried to every layer through the model's keyword arguments."""
 
-    def __init__(self, mask_BNS: Tensor, query_positions_BN: Tensor, key_positions_BS: Tensor):
+    def __init__(self, mask_BNS: Tensor, query_positions_BN: Tensor, key_positions_BS: Tensor, causal: bool = False):
         self.mask_BNS = mask_BNS
+        self.causal = causal  # the mask is the plain causal one, for which there are faster kernels
         self.distance_BNS = query_positions_BN[:, :, None] - key_positions_BS[:, None, :]
         self.ready: dict[tuple[int | None, int, torch.device], Tensor] = {}
 
@@ -108,6 +109,12 @@ def plan_attention(
     mask = plan.mask(sliding_window, groups, query_BQNE.device)
     folded = query_BQNE.reshape(batch, -1, groups * new, width)
     sinks_Q = others.get("s_aux")
+    plain = softcap is None and sinks_Q is None and (sliding_window is None or new <= sliding_window)
+    if plan.causal and plain:
+        out = F.scaled_dot_product_attention(
+            query_BQNE, key_BGSE, value_BGSE, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2), None
     if softcap is None and sinks_Q is None:
         out = F.scaled_dot_product_attention(folded, key_BGSE, value_BGSE, attn_mask=mask, scale=scaling)
     else:
@@ -271,7 +278,7 @@ class Target:
         length = ids_BT.shape[1]
         positions = torch.arange(length, device=self.device).expand_as(ids_BT)
         causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-        return self.run(ids_BT, positions, AttentionPlan(causal[None], positions[:1], positions[:1]), None)
+        return self.run(ids_BT, positions, AttentionPlan(causal[None], positions[:1], positions[:1], causal=True), None)
 
     def run(self, ids_BN: Tensor, positions_BN: Tensor, plan: AttentionPlan, cache: CacheAdapter | None) -> Features:
         """One forward of the decoder under our attention."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwright.configs import RunConfig, UserError
 from headwright.data.batch import Answer
-from headwright.data.chat import special_ids
+from headwright.data.masks import special_ids
 from headwright.data.scripts import script_of
 from headwright.data.stream import Answers
 

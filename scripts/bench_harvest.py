@@ -58,7 +58,7 @@ def run_file(model: str, corpus: Path, runs: Path, **sections: Any) -> RunConfig
         "name": "bench",
         "runs": str(runs),
         "target": {"model": model},
-        "corpus": {"sources": [{"path": str(corpus)}], "held_out": 0.02, "max_length": 2048},
+        "corpus": {"sources": [{"path": str(corpus)}], "held_out": 0.05, "max_length": 2048},
         "answers": {"by": "corpus", "max_new_tokens": 8},
     }
     return build(RunConfig, raw | sections, "bench")

@@ -142,7 +142,7 @@ def tiny_run(model_dir: Path, chats: Path, runs: Path, **sections) -> RunConfig:
         "runs": str(runs),
         "target": {"model": str(model_dir)},
         "corpus": {"sources": [{"path": str(chats), "samples": 2}], "held_out": 0.25, "max_length": 256},
-        "answers": {"max_new_tokens": 12},
+        "answers": {"max_new_tokens": 12, "rows": 8},
         "harvest": {"taps": list(TAPS), "tokens_per_batch": 512, "dtype": "float32"},
         "vocab": {"size": 24, "pin_bytes": False},
         "head": {"kind": "eagle3", "steps": 2},

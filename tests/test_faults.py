@@ -34,9 +34,9 @@ def many_shards(model_dir: Path, chats: Path, runs: Path, check_disk: bool = Tru
         chats,
         runs,
         corpus={"sources": [{"path": str(chats)}], "held_out": 0.1, "max_length": 256},
+        answers={"max_new_tokens": 12, "rows": 2},
         harvest={
             "taps": list(TAPS),
-            "tokens_per_batch": 64,
             "shard_mib": 0.001,
             "dtype": "bfloat16",
             "check_disk": check_disk,

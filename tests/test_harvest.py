@@ -330,7 +330,8 @@ def slow_run(model_dir: Path, many: Path, runs: Path):
         many,
         runs,
         corpus={"sources": [{"path": str(many)}], "held_out": 0.1, "max_length": 256},
-        harvest={"taps": list(TAPS), "tokens_per_batch": 128, "shard_mib": 0.001, "dtype": "bfloat16"},
+        answers={"max_new_tokens": 12, "rows": 2},
+        harvest={"taps": list(TAPS), "shard_mib": 0.001, "dtype": "bfloat16"},
     )
 
 

@@ -143,11 +143,11 @@ def check_states(target: Target, document) -> None:
         torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("batch", [64, 1024])
-def test_harvest_is_the_plain_loop(talker, several, tmp_path, batch):
+@pytest.mark.parametrize("rows", [1, 7])
+def test_harvest_is_the_plain_loop(talker, several, tmp_path, rows):
     """Alone or in ragged batches; both sides; later turns hear the target's own answers."""
     run = talk_run(talker, several, tmp_path)
-    run.harvest.tokens_per_batch = batch
+    run.answers.rows = rows
     harvest(run)
     target = Target.load(run.target, TAPS)
     counts = check_store(run, target)

@@ -1,0 +1,91 @@
+"""What storing features in fewer bits costs: bytes, loss and τ of heads that differ in nothing else.
+
+    python scripts/bench_precision.py --config configs/smollm2-eagle3-quick.yaml
+
+The corpus is harvested once in float32; each store is that one rounded. Every head is measured on the same float32
+held-out features, because serving knows no rounding.
+"""
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headwright.configs import RunConfig
+from headwright.configs.console import say, size, table
+from headwright.configs.load import load_run
+from headwright.data.harvest import harvest, store_path
+from headwright.data.store import DTYPES, FeatureReader, FeatureWriter, Manifest, read_manifest
+from headwright.eval.metrics import read_metrics
+from headwright.train.run import train
+
+STORES = ("float32", "bfloat16", "float16", "fp8-taps", "fp8")
+
+
+def rounded(source: Path, target: Path, dtype: str) -> Manifest:
+    """The store in another precision."""
+    reader = FeatureReader(source)
+    found = reader.manifest
+    manifest = replace(
+        found, dtype=dtype, complete=False, shards=None, index="", identity=found.identity | {"dtype": dtype}
+    )
+    with FeatureWriter(target, manifest) as writer:
+        for unit in writer.missing():
+            numbers = [number for number, owner in enumerate(reader.places[:, 0].tolist()) if owner == unit]
+            writer.write(unit, reader.read(numbers), [reader.notes[number] for number in numbers], 0.0)
+        writer.finish()
+    return read_manifest(target)
+
+
+def measure(run: RunConfig, base: RunConfig, dtype: str, seed: int) -> tuple[int, dict[str, Any]]:
+    """One training: bytes of the store, and how the head came out."""
+    run = replace(run, name=f"{base.name}-{dtype}-{seed}", seed=seed)
+    shutil.rmtree(run.directory, ignore_errors=True)
+    run.directory.mkdir(parents=True)
+    manifest = rounded(store_path(base, "train"), store_path(run, "train"), dtype)
+    shutil.copytree(store_path(base, "held-out"), store_path(run, "held-out"))
+    train(run)
+    records = [record for record in read_metrics(run.directory / "metrics.jsonl") if "loss_0" in record]
+    last = records[-max(1, len(records) // 10) :]
+    result = json.loads((run.directory / "training.json").read_text())
+    loss = sum(record["loss_0"] for record in last) / len(last)
+    return manifest.bytes, {"tau": result["best_tau"], "loss_0": loss}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args()
+    base = load_run(arguments.config, ["harvest.dtype=float32", *arguments.overrides])
+    base.name += "-precision"
+    harvest(base)
+    rows = []
+    for dtype in STORES:
+        assert dtype in DTYPES
+        found = [measure(base, base, dtype, seed) for seed in range(arguments.seeds)]
+        taus = ", ".join(f"{result['tau']:.3f}" for _, result in found)
+        losses = ", ".join(f"{result['loss_0']:.3f}" for _, result in found)
+        rows.append(
+            (
+                dtype,
+                size(found[0][0]),
+                f"{found[0][0] / read_manifest(store_path(base, 'train')).tokens:.0f}",
+                losses,
+                taus,
+            )
+        )
+        say(f"{dtype}: τ {taus}")
+    table(
+        "precision of the stored features",
+        ("store", "size", "bytes/token", "final loss of step 0", "best held-out τ"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
