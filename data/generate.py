@@ -145,20 +145,28 @@ def read_documents(
 ) -> list[DocumentFeatures]:
     """Features of given texts (ids, mask), by one padded prefill."""
     features = target.features(padded([ids for ids, _ in texts], target))
-    documents = []
-    for row, (ids, mask) in enumerate(texts):
-        mask_T = torch.tensor(mask)
-        wanted = last_rows(mask_T).to(target.device)
-        last_RD = features.last_BND[row, wanted]
-        argmax_R, logz_R = summarise(target, last_RD)
-        taps_TKD = features.taps_BNKD[row, : len(ids)].to(store).cpu()
-        documents.append(
-            DocumentFeatures(torch.tensor(ids), mask_T, taps_TKD, last_RD.to(store).cpu(), argmax_R, logz_R)
+    masks = [torch.tensor(mask, dtype=torch.bool) for _, mask in texts]
+    wanted = [last_rows(mask_T) for mask_T in masks]
+    counts = [len(rows) for rows in wanted]
+    owners = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(counts)).to(target.device)
+    last_RD = features.last_BND[owners, torch.cat(wanted).to(target.device)]
+    # all documents together: the lm_head's weight is large, and many passes over a few rows each would cost twice as much
+    argmax, logz = (parts.split(counts) for parts in summarise(target, last_RD))
+    last = last_RD.to("cpu", store).split(counts)
+    return [
+        DocumentFeatures(
+            torch.tensor(ids),
+            masks[row],
+            features.taps_BNKD[row, : len(ids)].to("cpu", store),
+            last[row],
+            argmax[row],
+            logz[row],
         )
-    return documents
+        for row, (ids, _) in enumerate(texts)
+    ]
 
 
-def summarise(target: Target, last_RD: Tensor, chunk: int = 256) -> tuple[Tensor, Tensor]:
+def summarise(target: Target, last_RD: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
     """The most likely token and the log-sum-exp of the logits, without ever holding [R, V]."""
     argmax, logz = [], []
     for piece in last_RD.split(chunk):

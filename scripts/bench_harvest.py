@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument(
         "--model", default="embedded:smollm2-135m-instruct", help="hub name, directory or embedded model"
     )
-    parser.add_argument("--documents", type=int, default=160)
+    parser.add_argument("--documents", type=int, default=60)
     parser.add_argument("--longest", type=int, default=768, help="tokens of the longest document")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", help="of the store: bfloat16, fp8, fp8-taps, …")
