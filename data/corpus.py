@@ -215,11 +215,11 @@ def weighted(sources: Sequence[Source], spool: Spool[Document], owners: np.ndarr
 
 def make_filter(threshold: float | None, skipped: Skipped) -> Any:
     """A function that says whether a document is new. Exact duplicates have the same prompt; near ones share its words."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[int] = set()
     near = near_filter(threshold) if threshold else None
 
     def unique(document: Document) -> bool:
-        number = int(document.key, 16), document.version
+        number = xxhash.xxh64_intdigest(document.key.encode(), seed=document.version & 0xFFFFFFFF)
         if number in seen:
             skipped.counts["duplicates"] += 1
             return False

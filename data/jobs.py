@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -70,7 +71,7 @@ class Jobs:
     def __init__(self, run: RunConfig, folder: Path | None):
         self.run = run
         self.spool: Spool[Job] = Spool(folder, encode_job, decode_job)
-        self.keys: list[tuple[int, int, int]] = []  # prompt length, document's hash, sample
+        self.lengths, self.hashes, self.samples = array("L"), array("Q"), array("L")  # what they are sorted by
         self.widths = array("L")  # tokens of the longest context, at most
         self.tokens, self.rows = array("L"), array("L")  # of the finished documents, at most
         self.content = xxhash.xxh64()
@@ -84,7 +85,9 @@ class Jobs:
         """One more."""
         self.asked = job.mask is None
         self.spool.append(job)
-        self.keys.append((len(job.ids), int(job.document.key, 16), job.sample))
+        self.lengths.append(len(job.ids))
+        self.hashes.append(int(job.document.key, 16))
+        self.samples.append(job.sample)
         self.widths.append(job.widest)
         self.tokens.append(job.most)
         self.rows.append(rows_of(job, self.run))
@@ -94,7 +97,7 @@ class Jobs:
     def batches(self) -> Iterator[list[int]]:
         """Job numbers, shortest first: texts as fill the token budget with the longest of them, questions by number."""
         batch: list[int] = []
-        for number in sorted(range(len(self)), key=self.keys.__getitem__):
+        for number in np.lexsort([np.asarray(column) for column in (self.samples, self.hashes, self.lengths)]).tolist():
             if batch and self.full([*batch, number]):
                 yield batch
                 batch = []
@@ -177,12 +180,12 @@ def collect_jobs(
 ) -> Jobs:
     """What to do for one side. Documents that cannot be used are counted, with their places."""
     jobs = Jobs(run, folder)
-    asked: set[str] = set()
+    asked: set[int] = set()
     answered_anew = held_out or run.answers.by == "target"
     for document in documents:
-        if answered_anew and document.key in asked:
+        if answered_anew and int(document.key, 16) in asked:
             continue  # another answer to the same prompt
-        asked.add(document.key)
+        asked.add(int(document.key, 16))
         try:
             made, was_cut = document_jobs(run, renderer, document, held_out, longest)
             jobs.cut += was_cut

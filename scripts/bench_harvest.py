@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
@@ -212,11 +213,10 @@ def memory(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)
         config = transformers.LlamaConfig(
-            vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=7, num_attention_heads=2
+            vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=7, num_attention_heads=2
         )
         transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
-        source = Target.load(TargetConfig(model=arguments.model)).tokenizer
-        source.save_pretrained(root / "model")
+        byte_tokenizer().save_pretrained(root / "model")
         rows = []
         for documents in (1_000, 10_000, 50_000):
             (root / "runs").mkdir(exist_ok=True)
@@ -225,17 +225,33 @@ def memory(arguments: argparse.Namespace) -> None:
         table("peak memory of a harvest", ("documents", "tokens", "peak memory", "time", "store"), rows)
 
 
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token per byte, and a ChatML template: nothing of the memory that is measured is the vocabulary's."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return made
+
+
 def write_chats(path: Path, documents: int) -> None:
     """Chats about pieces of the standard library."""
     texts: Iterator[str] = (row["text"] for _, row in demo_rows("python-stdlib"))
     words: list[str] = []
     with path.open("w") as file:
         for number in range(documents):
-            while len(words) < 60:
-                words += next(texts).split(" ") or ["again"]
-            said, words = words[:60], words[12:]
-            turns = [{"role": "user", "content": f"{number}: {' '.join(said[:20])}"}]
-            file.write(json.dumps({"messages": [*turns, {"role": "assistant", "content": " ".join(said[20:])}]}) + "\n")
+            while len(words) < 12:
+                words += next(texts).split()
+            said, words = words[:12], words[12:]
+            turns = [{"role": "user", "content": f"{number}: {' '.join(said[:6])}"}]
+            file.write(json.dumps({"messages": [*turns, {"role": "assistant", "content": " ".join(said[6:])}]}) + "\n")
 
 
 def harvest_alone(root: Path, documents: int) -> tuple[object, ...]:
@@ -253,6 +269,7 @@ def harvest_alone(root: Path, documents: int) -> tuple[object, ...]:
         "target": {"model": run.target.model},
         "corpus": {"sources": [{"path": str(root / "chats.jsonl")}], "held_out": 0.01},
         "answers": {"by": "corpus", "max_new_tokens": 4},
+        "harvest": {"shard_mib": 8},  # several shards are in memory at a time: of the same size in each harvest
     }
     started = time.perf_counter()
     command = [sys.executable, "-c", code, json.dumps(raw)]

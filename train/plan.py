@@ -155,7 +155,7 @@ def probe_harvest(run: RunConfig, target: Target, jobs: Jobs) -> Harvested:
 def expected_tokens(jobs: Jobs, shares: dict[bool, float]) -> tuple[int, int]:
     """Tokens and response tokens of a side: exact for texts; answers at the share of their limit that was seen."""
     tokens = responses = 0.0
-    for number, (_, _, sample) in enumerate(jobs.keys):
+    for number, sample in enumerate(jobs.samples):
         share = shares[sample == 0]
         responses += share * jobs.rows[number]
         tokens += jobs.tokens[number] - (1 - share) * jobs.rows[number]
