@@ -165,13 +165,15 @@ def harvest_side(run: RunConfig, target: Target, side: Side, state: Any) -> None
     pace = Pace(expected(side.jobs, [units[unit] for unit in mine]))
     with progress(quiet=not state.is_main_process) as bar, side.writer.background() as writer:
         task = bar.add_task(f"harvest {side.name}", total=len(units), completed=len(units) - len(missing), note="")
-        for unit in mine:
+        for made, unit in enumerate(mine, 1):
             started = time.perf_counter()
             documents, notes = run_unit(run, target, side.jobs, units[unit])
             seconds = time.perf_counter() - started
             writer.write(unit, documents, notes, seconds)
             pace.add(expected(side.jobs, [units[unit]]), documents, seconds)
-            done = max(side.writer.count(), len(units) - len(missing) + 1)  # by all processes
+            done = max(
+                side.writer.count(), len(units) - len(missing) + made
+            )  # by all processes; the last is being written
             bar.update(task, completed=done, note=str(pace))
             if bar.disable and state.is_main_process:
                 say(f"harvest {side.name}: {done} of {len(units)} shards, {pace}")

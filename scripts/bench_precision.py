@@ -21,8 +21,6 @@ from headwright.data.store import DTYPES, FeatureReader, FeatureWriter, Manifest
 from headwright.eval.metrics import read_metrics
 from headwright.train.run import train
 
-STORES = ("float32", "bfloat16", "float16", "fp8-taps", "fp8")
-
 
 def rounded(source: Path, target: Path, dtype: str) -> Manifest:
     """The store in another precision."""
@@ -39,9 +37,9 @@ def rounded(source: Path, target: Path, dtype: str) -> Manifest:
     return read_manifest(target)
 
 
-def measure(run: RunConfig, base: RunConfig, dtype: str, seed: int) -> tuple[int, dict[str, Any]]:
+def measure(base: RunConfig, dtype: str, seed: int) -> tuple[int, dict[str, Any]]:
     """One training: bytes of the store, and how the head came out."""
-    run = replace(run, name=f"{base.name}-{dtype}-{seed}", seed=seed)
+    run = replace(base, name=f"{base.name}-{dtype}-{seed}", seed=seed)
     shutil.rmtree(run.directory, ignore_errors=True)
     run.directory.mkdir(parents=True)
     manifest = rounded(store_path(base, "train"), store_path(run, "train"), dtype)
@@ -59,15 +57,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--stores", nargs="+", choices=DTYPES, default=["float32", "bfloat16", "fp8-taps", "fp8"])
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     base = load_run(arguments.config, ["harvest.dtype=float32", *arguments.overrides])
     base.name += "-precision"
     harvest(base)
     rows = []
-    for dtype in STORES:
-        assert dtype in DTYPES
-        found = [measure(base, base, dtype, seed) for seed in range(arguments.seeds)]
+    for dtype in arguments.stores:
+        found = [measure(base, dtype, seed) for seed in range(arguments.seeds)]
         taus = ", ".join(f"{result['tau']:.3f}" for _, result in found)
         losses = ", ".join(f"{result['loss_0']:.3f}" for _, result in found)
         rows.append(
