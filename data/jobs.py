@@ -19,7 +19,6 @@ from headwright.configs.console import say
 from headwright.data.batch import last_rows
 from headwright.data.chat import Renderer
 from headwright.data.corpus import Document, Skipped, decode_document, encode_document, encode_prompt
-from headwright.data.masks import PROBE
 from headwright.data.sampling import Policy
 from headwright.data.spool import Spool
 from headwright.data.store import bytes_per_token
@@ -161,10 +160,10 @@ def sizes_of(run: RunConfig, renderer: Renderer, document: Document, ids: list[i
 def keeps_turns(renderer: Renderer, document: Document) -> bool:
     """Whether the template leaves an answer as it was when another turn follows."""
     first, second = document.rounds[:2]
-    said = [*first, {"role": "assistant", "content": PROBE}, *second]
+    said = [*first, {"role": "assistant", "content": "answer"}, *second]
     try:
         before = renderer.text(first, document.tools, prompt=True)
-        return renderer.text(said, document.tools, prompt=True).startswith(before + PROBE)
+        return renderer.text(said, document.tools, prompt=True).startswith(before + "answer")
     except ValueError:
         return False
 

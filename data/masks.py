@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from headwright.configs import UserError
 from headwright.configs.schema import LearnConfig
 
-PROBE = "\ue000"  # private use: no text holds it
+PRIVATE = range(0xE000, 0xF900)  # characters for private use: some are in no text, and serve as probes
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters [start, end) of the rendered chat
 Parts = tuple[Span | None, Span | None, Span | None]  # reasoning, content, tool calls
@@ -49,6 +49,8 @@ class Chat:
         encoded = self.tokenizer(self.whole, add_special_tokens=False, return_offsets_mapping=True)
         self.ids: list[int] = encoded["input_ids"]
         self.offsets = tight(encoded["offset_mapping"], self.whole)
+        said = "".join(turn["content"] + (turn.get("reasoning_content") or "") for turn in messages)
+        self.probe = next(sign for sign in map(chr, PRIVATE) if sign not in self.whole and sign not in said)
 
     @cached_property
     def special(self) -> set[int]:
@@ -109,9 +111,9 @@ class Chat:
             content = self.content(index)
             check_same(words, self.whole[slice(*content)], index)
         if thoughts:
-            thinking = self.place(index, {"reasoning_content": PROBE})
+            thinking = self.place(index, {"reasoning_content": self.probe})
         if turn.get("tool_calls"):
-            calls = self.place(index, {"content": turn["content"] + PROBE, "tool_calls": None})
+            calls = self.place(index, {"content": turn["content"] + self.probe, "tool_calls": None})
             if calls is None:
                 raise ValueError(f"turn {index}: the chat template leaves the tool calls out")
         return thinking, content, calls
@@ -119,9 +121,9 @@ class Chat:
     def content(self, index: int) -> Span:
         """Where an answer stands. A template may read reasoning out of it: then it begins behind the generation prompt."""
         try:
-            found = self.place(index, {"content": PROBE})
+            found = self.place(index, {"content": self.probe})
         except ValueError:
-            end = self.place(index, {"content": self.messages[index]["content"] + PROBE})
+            end = self.place(index, {"content": self.messages[index]["content"] + self.probe})
             prompt = self.prompt(index)
             if end is None or not self.learn.thinking or not self.whole.startswith(prompt) or len(prompt) > end[0]:
                 raise
@@ -133,7 +135,7 @@ class Chat:
     def place(self, index: int, change: dict[str, Any]) -> Span | None:
         """What stands in the whole chat where the changed turn has its probe, without white space around it."""
         turns = [*self.messages[:index], {**self.messages[index], **change}, *self.messages[index + 1 :]]
-        before, found, after = self.writer.text(turns, self.tools).partition(PROBE)
+        before, found, after = self.writer.text(turns, self.tools).partition(self.probe)
         if not found:
             return None
         whole = self.whole

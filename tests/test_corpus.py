@@ -109,7 +109,22 @@ def assert_learns(messages, tokenizer, end: str) -> None:
 VISIBLE = st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"], exclude_characters="<[")
 TEXT = st.one_of(
     st.sampled_from(
-        ["a", "assistant", "user", "model", "is", "\\n", "Привет, мир!", "👩‍👩‍👧 да", "e\u0301", "终", "im_end", "]"]
+        [
+            "a",
+            "\ue000",
+            "x\ue001y",
+            "assistant",
+            "user",
+            "model",
+            "is",
+            "\\n",
+            "Привет, мир!",
+            "👩‍👩‍👧 да",
+            "e\u0301",
+            "终",
+            "im_end",
+            "]",
+        ]
     ),
     st.builds(lambda a, b, c: a + b + c, VISIBLE, st.text(VISIBLE | st.sampled_from(" \n\t"), max_size=12), VISIBLE),
 )
