@@ -2,8 +2,8 @@
 
     python scripts/bench_precision.py --config configs/smollm2-eagle3-quick.yaml
 
-The corpus is harvested once in float32; each store is that one rounded. Every head is measured on the same float32
-held-out features, because serving knows no rounding.
+The corpus is harvested once in float32 (or harvest.dtype=…); each store is that one rounded. Every head is measured on the same
+unrounded held-out features, because serving knows no rounding.
 """
 
 import argparse
