@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from headwright.configs import RunConfig
 from headwright.data.batch import DocumentFeatures
 from headwright.data.chat import Renderer
 from headwright.data.corpus import Document, encode_prompt
 from headwright.data.generate import Question, answer
+from headwright.data.jobs import policy_of, seed_of
 from headwright.data.sampling import Policy
 from headwright.data.target import Target
 
@@ -72,6 +74,19 @@ class Talk:
             return None
         self.messages, self.waiting = turns, self.waiting[1:]
         return ids
+
+
+def begin(run: RunConfig, target: Target, renderer: Renderer, document: Document, sample: int) -> Talk:
+    """A talk as the run file wants it. Raises ValueError where the document has no prompt."""
+    return Talk(
+        document,
+        renderer,
+        policy_of(run, sample),
+        seed_of(run, document.key, sample),
+        min(run.corpus.max_length, target.spec.max_positions),
+        run.answers.max_new_tokens,
+        run.answers.turns,
+    )
 
 
 Reply = Callable[[Question, int], list[int]]  # (question, longest answer) → the answer's tokens

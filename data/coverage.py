@@ -14,7 +14,16 @@ from headwright.data.live import Texts
 from headwright.data.store import FeatureReader
 from headwright.data.stream import Answers
 from headwright.data.target import load_tokenizer
-from headwright.data.vocab import DraftVocab, Group, choose_vocab, count_tokens, coverage, grouped, pinned_ids
+from headwright.data.vocab import (
+    DraftVocab,
+    Group,
+    choose_vocab,
+    count_tokens,
+    coverage,
+    grouped,
+    pinned_ids,
+    vocab_maker,
+)
 
 SECTIONS = ("vocab",)
 ABOUT = (
@@ -118,13 +127,14 @@ def training_text(run: RunConfig, held_out: FeatureReader, tokenizer: Any) -> An
 def show_sizes(run: RunConfig, features: Answers, held_out: FeatureReader, tokenizer: Any) -> None:
     """Other sizes, to choose from."""
     spec = held_out.manifest.target
+    make = vocab_maker(run, features, spec, tokenizer)
     counts = count_tokens(features.response_tokens(), spec["vocab_size"])
     unseen = count_tokens(held_out.response_tokens(), spec["vocab_size"])
     distinct = int((counts > 0).sum())
     least = len(pinned_ids(tokenizer, spec["eos_token_ids"], spec["vocab_size"], run.vocab.pin_bytes))
     rows: list[tuple[object, ...]] = []
     for tried in (2**power for power in range(9, 19) if least < 2**power < distinct):
-        vocab = choose_vocab(run, features, spec, tokenizer, tried)
+        vocab = make(tried)
         rows.append((tried, f"{coverage(vocab, counts):.2%}", f"{coverage(vocab, unseen):.2%}"))
     whole = float((unseen * (counts > 0)).sum()) / max(int(unseen.sum()), 1)
     rows.append((f"{distinct} (all that occur)", "100.00%", f"{whole:.2%}"))

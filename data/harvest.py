@@ -21,11 +21,11 @@ from headwright.configs.console import duration, progress, say, size, table
 from headwright.configs.schema import Source
 from headwright.data.batch import DocumentFeatures
 from headwright.data.chat import Renderer
-from headwright.data.conversation import Talk, converse
+from headwright.data.conversation import begin, converse
 from headwright.data.corpus import Corpus, Document, Skipped, check_sources, read_corpus
 from headwright.data.demo import SETS, check_embedded
 from headwright.data.generate import read_documents
-from headwright.data.jobs import Job, Jobs, check_ids, collect_jobs, policy_of, seed_of
+from headwright.data.jobs import Job, Jobs, check_ids, collect_jobs, flat
 from headwright.data.store import (
     DTYPES,
     FeatureWriter,
@@ -54,7 +54,7 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
         check_offline(run)
         return
     state = PartialState(cpu=not torch.cuda.is_available())
-    with alone(run, state):
+    with alone(run, state.is_main_process):
         corpus = read_corpus(run.corpus, run.seed, run.directory)
         if state.is_main_process:
             show_corpus(corpus, run.corpus.sources)
@@ -73,11 +73,11 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def alone(run: RunConfig, state: Any) -> Iterator[None]:
+def alone(run: RunConfig, is_main_process: bool = True) -> Iterator[None]:
     """A second launch on the same run is refused. The lock is the main process's, and dies with it."""
     run.directory.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(run.directory / "harvest.lock", timeout=0)
-    if state.is_main_process:
+    if is_main_process:
         try:
             lock.acquire()
         except filelock.Timeout:
@@ -171,9 +171,8 @@ def harvest_side(run: RunConfig, target: Target, side: Side, state: Any) -> None
             seconds = time.perf_counter() - started
             writer.write(unit, documents, notes, seconds)
             pace.add(expected(side.jobs, [units[unit]]), documents, seconds)
-            done = max(
-                side.writer.count(), len(units) - len(missing) + made
-            )  # by all processes; the last is being written
+            # by all processes; the last of this one is still being written
+            done = max(side.writer.count(), len(units) - len(missing) + made)
             bar.update(task, completed=done, note=str(pace))
             if bar.disable and state.is_main_process:
                 say(f"harvest {side.name}: {done} of {len(units)} shards, {pace}")
@@ -203,7 +202,7 @@ class Pace:
 
 def expected(jobs: Jobs, units: Sequence[Sequence[Sequence[int]]]) -> int:
     """Tokens of some units, at most."""
-    return sum(jobs.tokens[number] for unit in units for batch in unit for number in batch)
+    return sum(jobs.tokens[number] for unit in units for number in flat(unit))
 
 
 def run_unit(
@@ -227,19 +226,7 @@ def run_batch(run: RunConfig, target: Target, jobs: Sequence[Job]) -> list[list[
     if texts:
         return [[document] for document in read_documents(target, texts, store)]
     renderer = renderer_of(run, target.tokenizer)
-    longest = min(run.corpus.max_length, target.spec.max_positions)
-    talks = [
-        Talk(
-            job.document,
-            renderer,
-            policy_of(run, job.sample),
-            seed_of(run, job.document.key, job.sample),
-            longest,
-            run.answers.max_new_tokens,
-            run.answers.turns,
-        )
-        for job in jobs
-    ]
+    talks = [begin(run, target, renderer, job.document, job.sample) for job in jobs]
     converse(target, talks, run.answers.max_new_tokens, store)
     return [talk.documents for talk in talks]
 

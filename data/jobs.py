@@ -75,6 +75,7 @@ class Jobs:
         self.tokens, self.rows = array("L"), array("L")  # of the finished documents, at most
         self.content = xxhash.xxh64()
         self.asked = False  # questions; otherwise texts
+        self.largest = (-1, "")  # token id, and the place where it stands
         self.cut = 0  # texts that were longer than allowed
 
     def __len__(self) -> int:
@@ -90,30 +91,32 @@ class Jobs:
         self.widths.append(job.widest)
         self.tokens.append(job.most)
         self.rows.append(rows_of(job, self.run))
+        self.largest = max(self.largest, (max(job.ids, default=-1), job.document.place))
         rounds = job.document.rounds if job.mask is None else None
         self.content.update(f"{job.document.key}:{job.sample}:{job.ids}:{job.mask}:{rounds and rounds[1:]}".encode())
 
     def batches(self) -> Iterator[list[int]]:
         """Job numbers, shortest first: texts as fill the token budget with the longest of them, questions by number."""
         batch: list[int] = []
+        held = 0  # tokens of the batch
         for number in np.lexsort([np.asarray(column) for column in (self.samples, self.hashes, self.lengths)]).tolist():
-            if batch and self.full([*batch, number]):
+            if batch and self.full(len(batch), held, self.widths[number]):
                 yield batch
-                batch = []
+                batch, held = [], 0
             batch.append(number)
+            held += self.widths[number]
         if batch:
             yield batch
 
-    def full(self, batch: Sequence[int]) -> bool:
-        """Whether this is too much for a batch: rows of answers in the making, or tokens of texts, the last the longest.
+    def full(self, rows: int, held: int, longest: int) -> bool:
+        """Whether a batch of so many rows and tokens takes no further one, the longest: answers in the making go by number.
 
         Texts of other lengths begin another batch where there is enough in this one, so that hardly anything is padding.
         """
         if self.asked:
-            return len(batch) > self.run.answers.rows
-        budget, longest = self.run.harvest.tokens_per_batch, self.widths[batch[-1]]
-        tokens, before = longest * len(batch), sum(self.widths[number] for number in batch[:-1])
-        return tokens > budget or (tokens - longest - before > PADDING * before and before > budget / 4)
+            return rows >= self.run.answers.rows
+        budget = self.run.harvest.tokens_per_batch
+        return longest * (rows + 1) > budget or (longest * rows - held > PADDING * held and held > budget / 4)
 
     def units(self, taps: int, width: int) -> list[list[list[int]]]:
         """Batches grouped to shards of about `harvest.shard_mib`."""
@@ -227,12 +230,11 @@ def document_jobs(
 
 def check_ids(jobs: Jobs, vocabulary: int) -> None:
     """Tokens that were given as such may be another tokenizer's."""
-    for job in jobs.spool:
-        if job.ids and max(job.ids) >= vocabulary:
-            raise UserError(
-                f"{job.document.place}: token id {max(job.ids)}, but the target's vocabulary has {vocabulary}: "
-                "input_ids of another tokenizer?"
-            )
+    largest, place = jobs.largest
+    if largest >= vocabulary:
+        raise UserError(
+            f"{place}: token id {largest}, but the target's vocabulary has {vocabulary}: input_ids of another tokenizer?"
+        )
 
 
 def policy_of(run: RunConfig, sample: int) -> Policy:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from headwright.data.batch import Answer, DocumentFeatures, answers_of
 from headwright.data.generate import read_documents
-from headwright.data.jobs import Job, Jobs
+from headwright.data.jobs import Job, Jobs, flat
 from headwright.data.shard import Shard
-from headwright.data.store import DTYPES, OPEN_SHARDS, FeatureWriter, Manifest, open_shard, stored_document
+from headwright.data.store import DTYPES, FeatureWriter, Manifest, OpenShards, open_shard, stored_document
 from headwright.data.target import Target
 
 
@@ -22,7 +21,7 @@ class Texts:
 
     def __init__(self, jobs: Jobs):
         self.jobs = jobs
-        self.order = [number for batch in jobs.batches() for number in batch]
+        self.order = flat(list(jobs.batches()))
 
     def job(self, document: int) -> Job:
         """The job of a document."""
@@ -62,7 +61,7 @@ class LiveDocuments(Texts):
             return self.make(documents)
 
     def make(self, documents: Sequence[int]) -> list[DocumentFeatures]:
-        """`read`, for whoever holds the lock."""
+        """`read`, for whoever runs the target alone."""
         jobs = [self.job(document) for document in documents]
         texts = [(job.ids, job.mask or []) for job in jobs]
         return read_documents(self.target, texts, DTYPES[self.manifest.dtype])
@@ -77,26 +76,20 @@ class HybridDocuments(LiveDocuments):
         self.manifest.units = len(batches)
         self.writer = FeatureWriter(root, manifest)
         self.place = {document: (unit, row) for unit, batch in enumerate(batches) for row, document in enumerate(batch)}
-        self.shards: OrderedDict[int, Shard] = OrderedDict()
+        self.shards = OpenShards(self.open)
 
     def read(self, documents: Sequence[int]) -> list[DocumentFeatures]:
         """From the shards; one that is not there yet is made and kept."""
         return [
-            stored_document(self.shard(unit), row, self.manifest.dtype)
+            stored_document(self.shards.take(unit), row, self.manifest.dtype)
             for unit, row in (self.place[document] for document in documents)
         ]
 
-    def shard(self, unit: int) -> Shard:
+    def open(self, unit: int) -> Shard:
         """A shard, made if need be."""
-        with self.lock:
-            if unit not in self.shards:
-                if not self.writer.path(unit).exists():
-                    self.keep(unit)
-                self.shards[unit] = open_shard(self.writer.path(unit))
-            self.shards.move_to_end(unit)
-            while len(self.shards) > OPEN_SHARDS:
-                self.shards.popitem(last=False)
-            return self.shards[unit]
+        if not self.writer.path(unit).exists():
+            self.keep(unit)
+        return open_shard(self.writer.path(unit))
 
     def keep(self, unit: int) -> None:
         """Make one batch and write it."""

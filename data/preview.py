@@ -62,7 +62,7 @@ def preview(run: RunConfig, dry_run: bool = False) -> None:
         print_sample(sample, tokenizer)
     show_statistics(run, kept, stored)
     path = run.directory / "preview.html"
-    write_text_file(path, html(run, shown, tokenizer))
+    write_text(path, html(run, shown, tokenizer))
     say(f"the same in colour: {path}")
 
 
@@ -213,12 +213,6 @@ def html(run: RunConfig, samples: Sequence[Sample], tokenizer: Any) -> str:
     )
     shown = [(sample, list(pieces(sample, tokenizer))) for sample in samples]
     return environment.get_template("preview.html").render(run=run, samples=shown)
-
-
-def write_text_file(path: Path, text: str) -> None:
-    """Text, in a directory that may not exist yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ import xxhash
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import progress, say, table
-from headwright.data.conversation import Reply, Talk, converse, converse_by
+from headwright.data.conversation import Reply, Talk, begin, converse, converse_by
 from headwright.data.corpus import Corpus, Document, read_corpus
 from headwright.data.generate import Question
 from headwright.data.harvest import alone, check_offline, renderer_of, save_skipped
@@ -61,7 +61,7 @@ def regenerate(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         check_offline(run)
         return
-    with alone(run, Alone()):
+    with alone(run):
         corpus = read_corpus(run.corpus, run.seed, run.directory)
         output = Output(folder_of(run), identity_of(run))
         tasks = tasks_of(corpus, output.done)
@@ -89,12 +89,6 @@ def tasks_of(corpus: Corpus, done: set[str]) -> list[tuple[int, int]]:
     return tasks
 
 
-class Alone:
-    """A launch of one process."""
-
-    is_main_process = True
-
-
 def identity_of(run: RunConfig) -> dict[str, Any]:
     """What must be the same for a regeneration to continue."""
     return {
@@ -116,22 +110,13 @@ def in_process(run: RunConfig, tasks: Iterator[Task]) -> Iterator[Result]:
     """By the target itself: many chats at a time, or drafted by a head, one at a time."""
     target = Target.load(run.target, run.harvest.taps, "cuda" if torch.cuda.is_available() else "cpu")
     renderer = renderer_of(run, target.tokenizer)
-    longest = min(run.corpus.max_length, target.spec.max_positions)
     reply = drafted(target, Path(run.regenerate.head)) if run.regenerate.head else None
     group: list[tuple[Task, Talk]] = []
     for task in tasks:
         try:
-            talk = Talk(
-                task.document,
-                renderer,
-                policy_of(run, task.sample),
-                seed_of(run, task.document.key, task.sample),
-                longest,
-                run.answers.max_new_tokens,
-                run.answers.turns,
-            )
-            if len(talk.question.ids) + run.answers.max_new_tokens > longest:
-                raise ValueError(f"prompt and answer are longer than {longest} tokens (corpus.max_length)")
+            talk = begin(run, target, renderer, task.document, task.sample)
+            if len(talk.question.ids) + run.answers.max_new_tokens > talk.longest:
+                raise ValueError(f"prompt and answer are longer than {talk.longest} tokens (corpus.max_length)")
         except ValueError as error:
             yield task, None, str(error)
             continue

@@ -17,10 +17,11 @@ import itertools
 import json
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -279,6 +280,23 @@ def refuse_other(found: Manifest, wanted: Manifest, root: Path) -> None:
             )
 
 
+class OpenShards(OrderedDict[int, Shard]):
+    """The shards in use; the least recently used is closed when there are too many. Several threads may take them."""
+
+    def __init__(self, make: Callable[[int], Shard]):
+        super().__init__()
+        self.make, self.lock = make, threading.Lock()
+
+    def take(self, index: int) -> Shard:
+        """A shard, made if it is not open. One thread at a time makes one."""
+        with self.lock:
+            shard = self.pop(index, None)
+            self[index] = shard = self.make(index) if shard is None else shard
+            while len(self) > OPEN_SHARDS:
+                self.popitem(last=False)
+            return shard
+
+
 class FeatureReader:
     """Random access to the documents of a complete store.
 
@@ -294,23 +312,22 @@ class FeatureReader:
         self.places = read_index(root, self.manifest.index)
         owners = self.places[:, 0].contiguous()
         self.first = torch.searchsorted(owners, torch.arange(self.manifest.units)).tolist()
-        self.shards: OrderedDict[int, Shard] = OrderedDict()
+        self.shards = OpenShards(self.open)
         self.checked = bytearray(len(self.places))
 
     def __len__(self) -> int:
         return len(self.places)
 
     def shard(self, index: int) -> Shard:
-        """A shard, opened if need be; the least recently used one is closed. Safe to call from several threads."""
-        shard = self.shards.pop(index, None)
-        if shard is None:
-            entry = (self.manifest.shards or [])[index]
-            shard = open_shard(self.root / entry["file"])
-            if index_digest(shard) != entry["xxh64"]:
-                raise damaged(shard.path, "its index is not what was written")
-        self.shards[index] = shard
-        while len(self.shards) > OPEN_SHARDS:
-            self.shards.popitem(last=False)
+        """A shard, opened if need be."""
+        return self.shards.take(index)
+
+    def open(self, index: int) -> Shard:
+        """A shard whose index is what was written."""
+        entry = (self.manifest.shards or [])[index]
+        shard = open_shard(self.root / entry["file"])
+        if index_digest(shard) != entry["xxh64"]:
+            raise damaged(shard.path, "its index is not what was written")
         return shard
 
     def __getitem__(self, document: int) -> DocumentFeatures:

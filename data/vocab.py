@@ -3,7 +3,7 @@
 It is built from stored token ids, in one pass and a sort: changing it never needs a new harvest.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -69,17 +69,19 @@ def count_tokens(pieces: Iterable[Tensor], target_size: int) -> Tensor:
     return counts
 
 
-def choose_vocab(
-    run: RunConfig, features: Answers, spec: dict[str, Any], tokenizer: Any, size: int | None = None
-) -> DraftVocab:
-    """The draft vocabulary that the run file asks for (or one of another size), of the training text.
+def choose_vocab(run: RunConfig, features: Answers, spec: dict[str, Any], tokenizer: Any) -> DraftVocab:
+    """The draft vocabulary that the run file asks for, of the training text. `spec` is the target's, as manifests keep it."""
+    return vocab_maker(run, features, spec, tokenizer)(run.vocab.size)
 
-    `spec` is the target's, as a manifest keeps it.
-    """
+
+def vocab_maker(
+    run: RunConfig, features: Answers, spec: dict[str, Any], tokenizer: Any
+) -> Callable[[int | None], DraftVocab]:
+    """A function from a size to the vocabulary: the text is counted once."""
     counts_V = count_tokens(features.response_tokens(), spec["vocab_size"])
     pinned = pinned_ids(tokenizer, spec["eos_token_ids"], spec["vocab_size"], run.vocab.pin_bytes)
     groups = group_counts(features, tokenizer, counts_V) if run.vocab.quotas else {}
-    return build_vocab(counts_V, size or run.vocab.size, pinned, groups, run.vocab.quotas)
+    return lambda size: build_vocab(counts_V, size, pinned, groups, run.vocab.quotas)
 
 
 def build_vocab(

@@ -260,7 +260,7 @@ def harvest_alone(root: Path, documents: int) -> tuple[object, ...]:
     code = (
         "import json, sys; from headwright.configs import RunConfig; from headwright.configs.load import build;"
         "from headwright.data.harvest import harvest; from headwright.configs.console import peak_memory;"
-        "import logging; run = build(RunConfig, json.loads(sys.argv[1]), 'bench'); harvest(run);"
+        "run = build(RunConfig, json.loads(sys.argv[1]), 'bench'); harvest(run);"
         "print('PEAK', peak_memory())"
     )
     raw = {

@@ -11,6 +11,7 @@ import transformers
 import headwright.heads
 from headwright.configs import RunConfig
 from headwright.configs.load import build
+from headwright.data.harvest import harvest
 from headwright.data.store import store_damage
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
@@ -128,6 +129,14 @@ def chats(tmp_path_factory) -> Path:
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
+
+
+@pytest.fixture(scope="module")
+def done(model_dir, chats, tmp_path_factory):
+    """A finished harvest, not to be changed."""
+    run = tiny_run(model_dir, chats, tmp_path_factory.mktemp("runs"))
+    harvest(run)
+    return run
 
 
 def broken(root: Path) -> list[str]:

@@ -61,14 +61,6 @@ def times(run) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in paths}
 
 
-@pytest.fixture(scope="module")
-def done(model_dir, chats, tmp_path_factory):
-    """A finished harvest, not to be changed."""
-    run = tiny_run(model_dir, chats, tmp_path_factory.mktemp("runs"))
-    harvest(run)
-    return run
-
-
 @pytest.fixture
 def run(model_dir, chats, tmp_path):
     """A run of its own."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_store import fill, make_documents, same
 
 import headwright.data.live as live
+import headwright.data.store as store
 from headwright.configs import UserError, dump
 from headwright.data.damage import main as verify
 from headwright.data.harvest import harvest, main, store_path
@@ -296,7 +297,7 @@ def test_killed_hybrid_run_uses_what_is_there(model_dir, chats, target, tmp_path
 
 
 def test_hybrid_keeps_few_shards_open(model_dir, chats, target, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(store, "OPEN_SHARDS", 2)
     run = make_run(model_dir, chats, tmp_path, "hybrid", tokens_per_batch=64)
     documents = open_features(run, target)
     made = documents.read(range(len(documents)))

@@ -38,6 +38,14 @@ def hasty(monkeypatch):
     monkeypatch.setenv("SOME_KEY", KEY)
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALLED = [
+    {"role": "user", "content": "what is f of 1"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "42", "tool_call_id": "c1"},
+]
+
+
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory) -> Path:
     """Twelve chats of one to three turns, whose answers are to be replaced."""
@@ -253,13 +261,7 @@ def test_more_samples_and_other_patience_continue(model_dir, talks, tmp_path):
 
 def test_tools_and_tool_turns_go_along(model_dir, tmp_path):
     """The target's calls are kept as they are, since the replies belong to them; on the wire their arguments are text."""
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    turns = [
-        {"role": "user", "content": "what is f of 1"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "42", "tool_call_id": "c1"},
-        {"role": "assistant", "content": "OLD"},
-    ]
+    turns = [*CALLED, {"role": "assistant", "content": "OLD"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     path = tmp_path / "talks.jsonl"
     rows = [{"messages": turns, "tools": tools}, *({"prompt": f"p{i}", "response": "OLD"} for i in range(9))]
@@ -277,14 +279,8 @@ def test_tools_and_tool_turns_go_along(model_dir, tmp_path):
 
 
 def test_arguments_of_calls_are_text_on_the_wire(model_dir, tmp_path):
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    turns = [
-        {"role": "user", "content": "what is f of 1"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "42", "tool_call_id": "c1"},
-    ]
     path = tmp_path / "talks.jsonl"
-    rows = [{"messages": turns}, *({"prompt": f"p{i}"} for i in range(9))]
+    rows = [{"messages": CALLED}, *({"prompt": f"p{i}"} for i in range(9))]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serving() as fake:
         regenerate(run_of(model_dir, path, tmp_path, [fake.url], samples=1))

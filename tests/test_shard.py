@@ -285,14 +285,6 @@ def test_flipped_token_is_found_where_only_tokens_are_read(tmp_path, method):
 # verify, and the harvest after it
 
 
-@pytest.fixture(scope="module")
-def done(model_dir, chats, tmp_path_factory):
-    """A finished harvest, not to be changed."""
-    run = tiny_run(model_dir, chats, tmp_path_factory.mktemp("runs"))
-    harvest(run)
-    return run
-
-
 @pytest.fixture
 def run(model_dir, chats, tmp_path):
     """The same harvest once more."""
