@@ -5,6 +5,7 @@ that was killed continues with those that are missing.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,6 @@ from typing import Any
 
 import filelock
 import torch
-from accelerate import PartialState
 
 from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import run_stage
@@ -39,7 +39,40 @@ from headwright.data.store import (
 from headwright.data.target import Target, choose_taps, locate
 
 SECTIONS = ("target", "corpus", "answers", "harvest")
+LAUNCH = {  # what launchers set: torchrun and accelerate; MPI
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+}
 ABOUT = "Run the target over the corpus and store its hidden states."
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of the processes of a launch. They share units and no messages: none waits for another, or dies with it."""
+
+    process_index: int
+    num_processes: int
+    device: torch.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether it is the one that speaks."""
+        return self.process_index == 0
+
+
+def this_process() -> Process:
+    """As its launcher tells it."""
+    rank, world, local = (launched(name, default) for name, default in zip(LAUNCH, (0, 1, 0)))
+    if not torch.cuda.is_available():
+        return Process(rank, world, torch.device("cpu"))
+    torch.cuda.set_device(local)
+    return Process(rank, world, torch.device("cuda", local))
+
+
+def launched(name: str, default: int) -> int:
+    """A number that the launcher set."""
+    return next((int(os.environ[key]) for key in (name, *LAUNCH[name]) if key in os.environ), default)
 
 
 def store_path(run: RunConfig, side: str) -> Path:
@@ -53,7 +86,7 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         check_offline(run)
         return
-    state = PartialState(cpu=not torch.cuda.is_available())
+    state = this_process()
     with alone(run, state.is_main_process):
         corpus = read_corpus(run.corpus, run.seed, run.directory)
         if state.is_main_process:
@@ -156,7 +189,7 @@ def open_side(
     return Side(name, jobs, units, writer, jobs.bytes(len(target.taps), target.spec.hidden_size))
 
 
-def harvest_side(run: RunConfig, target: Target, side: Side, state: Any) -> None:
+def harvest_side(run: RunConfig, target: Target, side: Side, state: Process) -> None:
     """One store, this process's share of it. A unit belongs to the same process whatever is done already."""
     units, missing = side.units, side.writer.missing()
     if state.is_main_process:
