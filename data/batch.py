@@ -12,7 +12,7 @@ turn is one unbroken run of the mask.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,16 +78,15 @@ class FeatureBatch:
     logz_R: Tensor
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "FeatureBatch":
-        """On `device`; taps and `last` in `dtype`."""
-        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
+        """Features on `device`, in `dtype`. The token side stays on the host, where rows are chosen (rows.py)."""
+        taps, last = self.taps_TKD, self.last_RD
         if dtype is not None:
-            moved["taps_TKD"] = moved["taps_TKD"].to(dtype)
-            moved["last_RD"] = moved["last_RD"].to(dtype)
-        return FeatureBatch(**moved)
+            taps, last = taps.to(dtype), last.to(dtype)
+        return replace(self, taps_TKD=to_device(taps, device), last_RD=to_device(last, device))
 
     def loss_rows(self) -> int:
         """Rows that bear loss at step 0: the normaliser of the loss."""
-        return int(loss_mask(self.mask_T, self.segment_T, 0).sum())
+        return int(loss_masks(self.mask_T, self.segment_T, 1).sum())
 
     def without_loss(self) -> "FeatureBatch":
         """The same tokens with nothing to learn: for a rank that has no batch left in a step."""
@@ -111,44 +110,13 @@ def start_mask(mask_T: Tensor, segment_T: Tensor) -> Tensor:
     return shift(mask_T, 1, False) & (shift(segment_T, 1, -1) == segment_T)
 
 
-def loss_mask(mask_T: Tensor, segment_T: Tensor, step: int) -> Tensor:
-    """Rows t that bear loss at `step`: x_{t+1} … x_{t+2+step} are response tokens of one turn."""
-    bears = start_mask(mask_T, segment_T)
-    for ahead in range(2, step + 3):
-        bears = bears & shift(mask_T, ahead, False) & (shift(segment_T, ahead, -1) == segment_T)
-    return bears
-
-
-@dataclass
-class LiveRows:
-    """The rows that start a rollout, and for each step what they read and what they are compared with.
-
-    rows_P: their place t. For step i of n: tokens_PI x_{t+1+i}; labels_PI x_{t+2+i}; bears_PI; target_PI the place in
-    `last_RD` of position t+1+i (0 where the row bears no loss).
-    """
-
-    rows_P: Tensor
-    tokens_PI: Tensor
-    labels_PI: Tensor
-    bears_PI: Tensor
-    target_PI: Tensor
-
-
-def live_rows(batch: FeatureBatch, steps: int) -> LiveRows:
-    """Everything that a rollout of `steps` steps needs of the token side. No tensor here has a gradient."""
-    rows_P = torch.nonzero(start_mask(batch.mask_T, batch.segment_T))[:, 0]
-    ahead_PI = rows_P[:, None] + torch.arange(steps, device=rows_P.device)
-    bears_PI = torch.stack([loss_mask(batch.mask_T, batch.segment_T, i)[rows_P] for i in range(steps)], dim=1)
-    end = len(batch.ids_T) - 1
-    place_T = torch.zeros_like(batch.ids_T)
-    place_T[batch.last_index_R] = torch.arange(len(batch.last_index_R), device=rows_P.device)
-    return LiveRows(
-        rows_P,
-        tokens_PI=batch.ids_T[(ahead_PI + 1).clamp_max(end)],
-        labels_PI=batch.ids_T[(ahead_PI + 2).clamp_max(end)],
-        bears_PI=bears_PI,
-        target_PI=torch.where(bears_PI, place_T[(ahead_PI + 1).clamp_max(end)], 0),
-    )
+def loss_masks(mask_T: Tensor, segment_T: Tensor, steps: int) -> Tensor:
+    """Which rows bear loss at each step [T, I]: x_{t+1} … x_{t+2+i} are response tokens of one turn."""
+    bears_T, masks = start_mask(mask_T, segment_T), []
+    for ahead in range(2, steps + 2):
+        bears_T = bears_T & shift(mask_T, ahead, False) & (shift(segment_T, ahead, -1) == segment_T)
+        masks.append(bears_T)
+    return torch.stack(masks, dim=1)
 
 
 def pack(documents: Sequence[DocumentFeatures]) -> FeatureBatch:
@@ -166,3 +134,10 @@ def pack(documents: Sequence[DocumentFeatures]) -> FeatureBatch:
         argmax_R=torch.cat([document.argmax_R for document in documents]),
         logz_R=torch.cat([document.logz_R for document in documents]),
     )
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A host tensor on `device`. Without pinning, a copy to a GPU would first wait for all that it is doing."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

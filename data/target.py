@@ -233,7 +233,8 @@ class Target:
         weight, asked = self.lm_head.weight, last_XD.device
         last_XD = last_XD.to(weight.device, weight.dtype)
         logits_XV = self.lm_head(last_XD) if ids_W is None else F.linear(last_XD, *self.lm_head_rows(ids_W))
-        logits_XV = logits_XV * getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
+        scale = getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
+        logits_XV = logits_XV if scale == 1.0 else logits_XV * scale
         cap = getattr(self.text, "final_logit_softcapping", None)
         return (logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap).to(asked)
 
@@ -241,6 +242,8 @@ class Target:
         """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every
         step.
         """
+        if len(ids_W) == len(self.lm_head.weight):  # ids ascend: the whole vocabulary, which needs no copy
+            return self.lm_head.weight, self.lm_head.bias
         if self.kept_rows is None or self.kept_rows[0] is not ids_W:
             bias = self.lm_head.bias
             self.kept_rows = (ids_W, self.lm_head.weight[ids_W], None if bias is None else bias[ids_W])
@@ -470,8 +473,10 @@ def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None, store
 def read_rope(text: Any) -> dict[str, Any]:
     """The rotary parameters; where layer types have their own, those of full attention."""
     rope = dict(getattr(text, "rope_parameters", None) or {})
-    rope = dict(rope.get("full_attention", rope))
-    return {"rope_type": "default", "rope_theta": 10000.0} | rope
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | dict(rope.get("full_attention", rope))
+    if rope["rope_type"] == "yarn" and rope.get("factor") is None:
+        rope["factor"] = text.max_position_embeddings / rope["original_max_position_embeddings"]
+    return rope
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

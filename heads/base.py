@@ -40,6 +40,18 @@ class HeadLoss:
 
 
 @dataclass
+class Engine:
+    """How a loss is computed. Changes memory and time, never a value.
+
+    recompute: run each rollout step again in the backward pass instead of keeping its inside. loss_mib: memory of a chunk of
+    logits (heads/chunked.py).
+    """
+
+    recompute: bool = False
+    loss_mib: float | None = None
+
+
+@dataclass
 class Drafts:
     """Greedy drafts, and the log-probability of each path up to them."""
 
@@ -93,13 +105,13 @@ class DraftHead(nn.Module):
     """A head. Subclasses live one to a file, as class `Head`, beside a dataclass `Config` with a field `kind`."""
 
     ids_W: Tensor
-    index_V: Tensor
 
     def __init__(self, config: Any, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__()
         self.config, self.spec, self.taps, self.vocab = config, spec, tuple(taps), vocab
         self.register_buffer("ids_W", vocab.ids_W.clone(), persistent=False)
-        self.register_buffer("index_V", vocab.index_V, persistent=False)
+        self.choices_V = vocab.index_V  # draft id of each target id, on the host
+        self.engine = Engine()
 
     def initialise(self, target: Target) -> None:
         """Start from what the target already knows."""

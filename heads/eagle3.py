@@ -19,15 +19,26 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
 from headwright.configs import UserError
-from headwright.data.batch import FeatureBatch
+from headwright.data.batch import FeatureBatch, loss_masks, to_device
 from headwright.data.cache import KVCache
+from headwright.data.rows import Rows, plan_rows
 from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
 from headwright.heads.base import Context, DraftHead, Export, HeadLoss
+from headwright.heads.chunked import (
+    METRICS,
+    Task,
+    Weights,
+    chunked_loss,
+    first_choices,
+    plan_pairs,
+    rows_in_memory,
+)
 from headwright.heads.draft_tree import Tree, TreeShape, grow
 from headwright.heads.eagle3_plain import PlainEagle3
-from headwright.heads.layers import Attention, RMSNorm, Rotary, SwiGLU, attend
-from headwright.heads.losses import acceptance, choose_loss
+from headwright.heads.layers import Attention, RMSNorm, SwiGLU, attend
+from headwright.heads.losses import choose_loss
+from headwright.heads.rotary import Rotary, served_rope
 from headwright.heads.ttt import rollout
 
 
@@ -39,8 +50,17 @@ class Config:
     steps: Annotated[
         int, "length of the training-time test: how many of its own outputs the head learns to read", Ge(1)
     ] = 3
-    step_weight: Annotated[float, "weight of step i is step_weight**i", Gt(0), Le(1)] = 0.8
-    loss: Annotated[Literal["kl", "tv", "lk"], "kl; tv (1 - acceptance); lk: kl early, tv late"] = "kl"
+    step_weights: Annotated[
+        Literal["decay", "dpace"], "of the steps: powers of step_weight, or D-PACE (what is likely to be reached)"
+    ] = "decay"
+    step_weight: Annotated[float, "decay: weight of step i is step_weight**i; 1 is uniform", Gt(0), Le(1)] = 0.8
+    dpace_floor: Annotated[float, "dpace: the least probability with which a step counts as passed", Ge(0), Le(1)] = 0.5
+    loss: Annotated[
+        Literal["kl", "rkl", "jsd", "tv", "nla", "lk", "ce", "topk"],
+        "kl (soft cross-entropy); rkl: reverse; jsd; tv (1 - acceptance); nla (-log acceptance); lk: kl early, tv late; "
+        "ce: of the target's first choice; topk: soft cross-entropy over its first choices",
+    ] = "kl"
+    loss_top_k: Annotated[int, "topk: how many", Ge(1)] = 10
     fc_norm: Annotated[bool, "RMSNorm on each tap before they are fused; taps differ widely in scale"] = True
     out_of_vocab: Annotated[
         Literal["drop", "renormalise"],
@@ -65,7 +85,15 @@ class Layer(nn.Module):
     def mix(self, embedding_XH: Tensor, feature_XH: Tensor) -> Tensor:
         """The attention's input [..., 2H]."""
         embedding_XH = embedding_XH.to(feature_XH.dtype)  # a half-precision target's table under a head in fp32
-        return torch.cat([self.input_layernorm(embedding_XH), self.hidden_norm(feature_XH)], dim=-1)
+        return torch.cat([self.embedded(embedding_XH), self.normed(feature_XH)], dim=-1)
+
+    def embedded(self, embedding_XH: Tensor) -> Tensor:
+        """Its token half."""
+        return self.input_layernorm(embedding_XH)
+
+    def normed(self, feature_XH: Tensor) -> Tensor:
+        """Its feature half."""
+        return self.hidden_norm(feature_XH)
 
     def finish(self, feature_XH: Tensor, mixed_XQE: Tensor) -> Tensor:
         """Output projection, residual, MLP, residual."""
@@ -81,7 +109,8 @@ class Head(DraftHead):
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
         width, eps = spec.hidden_size, spec.rms_norm_eps
-        self.measure = choose_loss(config.loss)
+        self.measure = choose_loss(config.loss, config.loss_top_k)
+        self.weights = Weights(config.step_weight, config.dpace_floor if config.step_weights == "dpace" else None)
         self.fc = nn.Linear(len(taps) * width, width, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in taps)
@@ -102,50 +131,34 @@ class Head(DraftHead):
         return self.fc(taps_XKD.flatten(-2))
 
     def loss(self, batch: FeatureBatch, target: Target) -> HeadLoss:
-        """Σ_i step_weight^i Σ_rows loss(p, q_i), with per-step metrics.
+        """Σ_i weight_i Σ_rows loss(p, q_i), with per-step metrics.
 
         loss_i: mean loss; alpha_i: Σ min(p, q), the acceptance of a sampled draft; agree_i: head's and target's first
-        choices are the same.
+        choices are the same. What the head cannot say counts as a miss in both.
         """
-        outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, self.config.steps)
-        probs_RW, mass_R, sayable_R = self.target_probs(batch, target)
-        total = outputs[0].sum() * 0.0
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        for i, feature_PH in enumerate(outputs):
-            bears_P = live.bears_PI[:, i] & sayable_R[live.target_PI[:, i]] if len(sayable_R) else live.bears_PI[:, i]
-            rows_P = torch.nonzero(bears_P)[:, 0]
-            place = live.target_PI[rows_P, i]
-            probs_PW, logq_PW = probs_RW[place], self.logits(feature_PH[rows_P]).log_softmax(-1)
-            loss_P = self.measure(probs_PW, logq_PW)
-            total = total + self.config.step_weight**i * loss_P.sum()
-            said_PW = probs_PW * mass_R[place, None]
-            metrics |= self.step_metrics(i, loss_P, said_PW, logq_PW, batch.argmax_R[place], live.bears_PI[:, i].sum())
-        return HeadLoss(total, metrics)
+        first_R = self.choices_V[batch.argmax_R]
+        plan = plan_rows(batch, self.config.steps, first_R >= 0 if self.config.out_of_vocab == "drop" else None)
+        weight, device = self.lm_head.weight, batch.last_RD.device
+        per_chunk = rows_in_memory(weight, self.config.steps, self.engine.loss_mib)
+        task = Task(
+            plan_pairs(plan, per_chunk).to(device),
+            lambda where: target.logits(batch.last_RD[where], self.ids_W),
+            to_device(batch.logz_R, device),
+            to_device(first_R, device),
+            self.measure,
+            self.weights,
+        )
+        outputs = self.rollout(batch, target, plan.to(device))
+        total, sums = chunked_loss(task, weight, [self.norm(output) for output in outputs])
+        return HeadLoss(total, step_metrics(sums, plan, batch))
 
-    @torch.no_grad()
-    def target_probs(self, batch: FeatureBatch, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        """Once for all steps: the target's distributions over the draft vocabulary [R, W], renormalised to it; the share of the
-        target's mass that lies there [R]; and which positions bear loss [R].
-        """
-        logits_RW = target.logits(batch.last_RD, self.ids_W).float()
-        mass_R = (logits_RW.logsumexp(-1) - batch.logz_R).exp().clamp_max(1)
-        sayable_R = self.index_V[batch.argmax_R] >= 0
-        if self.config.out_of_vocab == "renormalise":
-            sayable_R = torch.ones_like(sayable_R)
-        return logits_RW.softmax(-1), mass_R, sayable_R
-
-    @torch.no_grad()
-    def step_metrics(
-        self, i: int, loss_P: Tensor, probs_PW: Tensor, logq_PW: Tensor, argmax_P: Tensor, bearing: Tensor
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Metrics of one step. What the head cannot say counts as a miss."""
-        count = torch.tensor(float(len(loss_P)), device=loss_P.device)
-        agree = (self.ids_W[logq_PW.argmax(-1)] == argmax_P).sum()
-        return {
-            f"loss_{i}": (loss_P.detach().sum(), count),
-            f"alpha_{i}": (acceptance(probs_PW, logq_PW).sum(), bearing),
-            f"agree_{i}": (agree, bearing),
-        }
+    def rollout(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
+        """Outputs of every step, of the rows that are computed."""
+        taps = batch.taps_TKD
+        if len(plan.context_C) < len(taps):
+            taps = taps[plan.context_C]
+        feature_CH = self.fuse(taps.to(self.fc.weight.dtype))
+        return rollout([self.midlayer], target.embed, feature_CH, plan, self.engine.recompute)
 
     def logits(self, feature_XH: Tensor) -> Tensor:
         """Logits over the draft vocabulary [..., W], in fp32: paths are compared by sums of their log-softmax."""
@@ -153,13 +166,16 @@ class Head(DraftHead):
 
     @torch.no_grad()
     def agreement(self, batch: FeatureBatch, target: Target, steps: int) -> Tensor:
-        """Greedy guesses against the text, [T, steps]."""
-        outputs, live = rollout(self.midlayer, target.embed, self.fuse(batch.taps_TKD), batch, steps)
-        right = torch.zeros(len(batch.ids_T), steps, dtype=torch.bool, device=batch.ids_T.device)
-        for i, feature_PH in enumerate(outputs):
-            guess_P = self.ids_W[self.logits(feature_PH).argmax(-1)]
-            right[live.rows_P, i] = (guess_P == live.labels_PI[:, i]) & live.bears_PI[:, i]
-        return right
+        """Greedy guesses against the text, [T, steps], on the host."""
+        plan = plan_rows(batch, steps)
+        right_TI = torch.zeros(len(batch.ids_T), steps, dtype=torch.bool)
+        for i, output in enumerate(self.rollout(batch, target, plan.to(batch.taps_TKD.device))):
+            guess = first_choices(self.norm(output), self.lm_head.weight, self.engine.loss_mib)
+            said = self.vocab.ids_W[guess.cpu()]
+            right_TI[plan.rows_P[: len(said)], i] = (said == plan.labels_PI[: len(said), i]) & plan.bears_PI[
+                : len(said), i
+            ]
+        return right_TI
 
     def start(self, batch: int, slots: int) -> KVCache:
         """The head's own cache: one layer, a slot per row."""
@@ -249,6 +265,19 @@ class Drafting:
             self.cache.truncate(row, length)
 
 
+def step_metrics(sums: Tensor, plan: Rows, batch: FeatureBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Numerators and denominators by name and step: the loss over the rows that bear it, the others over all that might."""
+    device = sums.device
+    kept = to_device(plan.bears_PI.sum(0).to(sums.dtype), device)
+    might = to_device(loss_masks(batch.mask_T, batch.segment_T, plan.steps).sum(0).to(sums.dtype), device)
+    bottoms = {"loss": kept, "alpha": might, "agree": might}
+    return {
+        f"{name}_{i}": (sums[place, i], bottoms[name][i])
+        for i in range(plan.steps)
+        for place, name in enumerate(METRICS)
+    }
+
+
 def refuse_unservable(head: Head) -> None:
     """Taps that an engine would misread without a word: SGLang skips `fc` for a single state, and can capture neither the
     embeddings nor the last layer's output.
@@ -268,7 +297,7 @@ def portable_config(head: Head) -> dict[str, Any]:
     spellings.
     """
     spec, taps = head.spec, list(head.taps)
-    rope = dict(spec.rope)
+    rope = served_rope(dict(spec.rope))
     scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -4,18 +4,18 @@ layer.
 Parameter names are those of Llama layers, because engines load them by name.
 """
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from headwright.configs import UserError
+from headwright.heads.rotary import Rotary
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32."""
+    """x / rms(x) · weight, computed in fp32 or wider."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -23,9 +23,34 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_XH: Tensor) -> Tensor:
-        wide = x_XH.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x_XH.dtype)
+        out: Tensor = NormFunction.apply(x_XH, self.weight, self.eps)
+        return out
+
+
+class NormFunction(torch.autograd.Function):
+    """RMSNorm that keeps its input and one number per row for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_XH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        wide = x_XH.to(torch.promote_types(x_XH.dtype, torch.float32))
+        scale_X1 = (
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x_XH.shape[-1]).add_(eps).rsqrt_()
+        )
+        ctx.save_for_backward(x_XH, weight_H, scale_X1)
+        return weight_H * (wide * scale_X1).to(x_XH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_XH, weight_H, scale_X1 = ctx.saved_tensors
+        normed, grad = x_XH.to(scale_X1.dtype) * scale_X1, grad.to(scale_X1.dtype)
+        slope = grad * normed
+        for_weight = slope.flatten(0, -2).sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, for_weight, None
+        shared_X1 = (slope @ weight_H.to(slope.dtype)).div_(x_XH.shape[-1])[..., None]
+        for_x = (grad * weight_H).addcmul_(normed, shared_X1, value=-1).mul_(scale_X1)
+        return for_x.to(x_XH.dtype), for_weight, None
 
 
 class SwiGLU(nn.Module):
@@ -38,48 +63,31 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_XH: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_XH)) * self.up_proj(x_XH))
+        out: Tensor = GatedFunction.apply(self.gate_proj(x_XH), self.up_proj(x_XH), self.down_proj.weight)
+        return out
 
 
-class Rotary:
-    """Rotary positions from a target's rope parameters: types default, linear and llama3."""
+class GatedFunction(torch.autograd.Function):
+    """(silu(gate) · up) Wᵀ, whose product is made again in the backward pass instead of being kept."""
 
-    def __init__(self, rope: dict[str, Any], width: int):
-        self.frequencies_E2 = inverse_frequencies(rope, width)
+    @staticmethod
+    def forward(ctx: Any, gate_XI: Tensor, up_XI: Tensor, weight_HI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_XI, up_XI, weight_HI)
+        with torch.autocast(gate_XI.device.type, enabled=False):
+            return F.linear(F.silu(gate_XI).mul_(up_XI), weight_HI.to(gate_XI.dtype))
 
-    def __call__(self, x_XNE: Tensor, positions_N: Tensor) -> Tensor:
-        """Rotate [..., N, heads, E] by [..., N] positions (half-split pairs, as Llama)."""
-        angles = positions_N.to(torch.float32)[..., None] * self.frequencies_E2.to(x_XNE.device)
-        cos, sin = angles.cos().to(x_XNE.dtype)[..., None, :], angles.sin().to(x_XNE.dtype)[..., None, :]
-        left, right = x_XNE.chunk(2, dim=-1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
-
-
-def inverse_frequencies(rope: dict[str, Any], width: int) -> Tensor:
-    """Inverse frequencies [E/2] in fp32. Raises UserError for a rope type that heads do not know yet."""
-    kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in rope:
-        raise UserError(f"the target rotates in a way that heads do not know yet: {rope}")
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / rope["factor"]
-    if kind == "llama3":
-        return llama3_frequencies(rope, frequencies)
-    raise UserError(f"the target's rope type {kind!r} is not known to heads yet; known: default, linear, llama3")
-
-
-def llama3_frequencies(rope: dict[str, Any], frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    length = 2 * math.pi / frequencies
-    context, low, high = (
-        rope["original_max_position_embeddings"],
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-    )
-    blend = ((context / length - low) / (high - low)).clamp(0, 1)
-    return blend * frequencies + (1 - blend) * frequencies / rope["factor"]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight_HI = ctx.saved_tensors
+        open_XI = torch.sigmoid(gate)
+        passed = gate * open_XI  # silu(gate)
+        for_weight = None
+        if ctx.needs_input_grad[2]:
+            for_weight = (grad.flatten(0, -2).T @ (passed * up).flatten(0, -2)).to(weight_HI.dtype)
+        back = grad @ weight_HI.to(grad.dtype)
+        for_gate = (back * up).mul_(torch.addcmul(open_XI, passed, 1 - open_XI))
+        return for_gate, back.mul_(passed), for_weight
 
 
 class Attention(nn.Module):
@@ -96,6 +104,13 @@ class Attention(nn.Module):
     def split(self, x_XN: Tensor) -> Tensor:
         """[..., N, heads·E] → [..., N, heads, E]."""
         return x_XN.unflatten(-1, (-1, self.head_dim))
+
+    def project(self, x_XN: Tensor, names: str, columns: slice) -> list[Tensor]:
+        """Projections [..., heads·E] for each letter of `names` (q, k, v), by some columns of their weights: an input of two
+        halves is projected half by half where one of them is known before the other.
+        """
+        weights = {"q": self.q_proj.weight, "k": self.k_proj.weight, "v": self.v_proj.weight}
+        return [F.linear(x_XN, weights[name][:, columns]) for name in names]
 
     def query(self, x_XNI: Tensor, positions_XN: Tensor) -> Tensor:
         """Rotated queries [..., N, Q, E]."""

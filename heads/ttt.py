@@ -1,35 +1,45 @@
 """The training-time test of EAGLE-3 (arXiv 2503.01840): a rollout in which the head reads its own output.
 
-Shapes: T packed tokens, P live rows, I steps, H head width, Q query heads, G key-value heads, E head width.
+Shapes: T packed tokens, C context rows, P computed rows, N rows of a step, I steps, H head width, Q query heads, G key-value
+heads, E head width.
 
-In a rollout, row t of step i attends to the step-0 keys up to its own position and to its own keys of steps 1 … i:
-those are the entries that serving would find in its cache. So attention is causal over step-0 keys plus a diagonal of i
-single keys.
+In a rollout, row t of step i attends to the step-0 keys up to its own position and to its own keys of steps 1 … i: those are
+the entries that serving would find in its cache. So attention is causal over step-0 keys plus a diagonal of i single keys
+(attention.py).
 
-`rollout` computes live rows only (rows that start a rollout, see data/batch.py): in a one-layer head the others
-contribute their step-0 keys and values and nothing else, so loss and gradients are unchanged. `rollout_reference`
-computes every row with one dense mask over all T·i keys, beside the paper; the tests hold the two together.
+`rollout` computes what the loss needs and nothing else (data/rows.py): loss-bearing rows, and the step-0 keys and values of
+their context; in a head of several layers, all that the last layer's keys need of the layers below, at step 0 only. The token
+half of queries, keys and values is projected once for all steps. `rollout_reference` computes every row with one dense mask
+over all T·i keys, beside the paper; the tests hold the two together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from headwright.data.batch import FeatureBatch, LiveRows, live_rows, shift
+from headwright.data.batch import FeatureBatch, shift
+from headwright.data.rows import Rows
+from headwright.heads.attention import rollout_attention
 from headwright.heads.layers import Attention
 
 Embed = Callable[[Tensor], Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 class RolloutLayer(Protocol):
-    """The one decoder layer that a rollout runs."""
+    """A decoder layer. Its attention reads [normed embedding ; normed feature], or the normed feature alone."""
 
     self_attn: Attention
 
-    def mix(self, embedding_XH: Tensor, feature_XH: Tensor) -> Tensor:
-        """The attention's input from a token's embedding and a feature."""
+    def embedded(self, embedding_XH: Tensor) -> Tensor:
+        """The token half of the attention's input. Asked of the first layer only."""
+        ...
+
+    def normed(self, feature_XH: Tensor) -> Tensor:
+        """The feature half."""
         ...
 
     def finish(self, feature_XH: Tensor, mixed_XQE: Tensor) -> Tensor:
@@ -38,70 +48,124 @@ class RolloutLayer(Protocol):
 
 
 def rollout(
-    layer: RolloutLayer, embed: Embed, feature_TH: Tensor, batch: FeatureBatch, steps: int
-) -> tuple[list[Tensor], LiveRows]:
-    """Layer outputs [P, H] of each step for the live rows, and those rows."""
-    live = live_rows(batch, steps)
-    next_T = shift(batch.ids_T, 1)
-    keys_TGE, values_TGE = layer.self_attn.keys_values(layer.mix(embed(next_T), feature_TH), batch.position_T)
-    mask_PT = context_mask(batch, live.rows_P)
-    position_P, feature_PH = batch.position_T[live.rows_P], feature_TH[live.rows_P]
-    own: list[tuple[Tensor, Tensor]] = []
-    outputs = []
-    for i in range(steps):
-        mixed_PI = layer.mix(embed(live.tokens_PI[:, i]), feature_PH)
-        query_PQE = layer.self_attn.query(mixed_PI, position_P + i)
-        if i > 0:
-            own.append(layer.self_attn.keys_values(mixed_PI, position_P + i))
-        attended = attend_rollout(query_PQE, keys_TGE, values_TGE, mask_PT, own)
-        feature_PH = layer.finish(feature_PH, attended)
-        outputs.append(feature_PH)
-    return outputs, live
+    layers: Sequence[RolloutLayer], embed: Embed, feature_CH: Tensor, rows: Rows, recompute: bool = False
+) -> list[Tensor]:
+    """Outputs of the last layer at each step, [counts[i], H], from the features of the context rows.
+
+    `recompute`: keep the steps' outputs only, and run each step again in the backward pass.
+    """
+    run = Rollout(layers, embed, feature_CH, rows)
+    outputs = [run.first(feature_CH)]
+    for step in range(1, rows.steps):
+        before = outputs[-1][: rows.counts[step]]
+        if recompute and torch.is_grad_enabled():
+            output, *own = checkpoint(run.later, step, before, use_reentrant=False)
+        else:
+            output, *own = run.later(step, before)
+        run.keep(own)
+        outputs.append(output)
+    return outputs
 
 
-def context_mask(batch: FeatureBatch, rows_P: Tensor) -> Tensor:
-    """Mask [P, T]: step-0 keys of the same document up to the row's own position."""
-    same = batch.segment_T[rows_P][:, None] == batch.segment_T[None, :]
-    return same & (torch.arange(len(batch.ids_T), device=rows_P.device)[None, :] <= rows_P[:, None])
+class Rollout:
+    """The state of a rollout: token halves, step-0 keys and values of each layer, and the rows' own of later steps."""
+
+    def __init__(self, layers: Sequence[RolloutLayer], embed: Embed, feature_CH: Tensor, rows: Rows):
+        self.layers, self.rows = layers, rows
+        self.cut = layers[0].self_attn.q_proj.in_features - feature_CH.shape[-1]  # width of the token half
+        token_UH = layers[0].embedded(embed(rows.tokens_U).to(feature_CH.dtype))
+        project, half = layers[0].self_attn.project, slice(self.cut)
+        self.token_keys, self.token_values = project(token_UH, "kv", half)
+        # below the last layer, all context rows ask at step 0
+        deep = len(layers) > 1
+        self.asks_PI, self.asks_C = (rows.reads_PI if deep else rows.asks_PI), rows.reads_C
+        (self.token_queries,) = project(token_UH if deep else token_UH[rows.asks_X], "q", half)
+        self.context: list[Pair] = []
+        self.own: list[list[Pair]] = [[] for _ in layers]
+
+    def first(self, feature_CH: Tensor) -> Tensor:
+        """Step 0: keys and values of the whole context, and the rows' outputs."""
+        rows = self.rows
+        for depth, layer in enumerate(self.layers):
+            last = depth == len(self.layers) - 1
+            normed_CH = layer.normed(feature_CH)
+            keys_CGE, values_CGE = self.keys_values(depth, normed_CH, rows.reads_C, rows.position_C)
+            self.context.append((keys_CGE, values_CGE))
+            picked = rows.place_P if last else slice(None)
+            asks, positions = (self.asks_PI[:, 0], rows.position_P) if last else (self.asks_C, rows.position_C)
+            query = self.query(depth, normed_CH[picked], asks, positions)
+            spans = rows.spans[0] if last else rows.everything
+            feature_CH = layer.finish(feature_CH[picked], rollout_attention(query, keys_CGE, values_CGE, spans, ()))
+        return feature_CH
+
+    def later(self, step: int, feature_NH: Tensor) -> list[Tensor]:
+        """A later step: its output, and the rows' own keys and values of each layer. May be run twice: it changes nothing."""
+        rows, count = self.rows, len(feature_NH)
+        made: list[Tensor] = []
+        positions = rows.position_P[:count] + step
+        for depth, layer in enumerate(self.layers):
+            normed_NH = layer.normed(feature_NH)
+            own = self.keys_values(depth, normed_NH, rows.reads_PI[:count, step], positions)
+            query = self.query(depth, normed_NH, self.asks_PI[:count, step], positions)
+            mixed = rollout_attention(
+                query, *self.context[depth], rows.spans[step], [*self.own[depth][: step - 1], own]
+            )
+            feature_NH = layer.finish(feature_NH, mixed)
+            made += own
+        return [feature_NH, *made]
+
+    def keep(self, made: Sequence[Tensor]) -> None:
+        """Own keys and values for the steps to come."""
+        for depth, own in enumerate(self.own):
+            own.append((made[2 * depth], made[2 * depth + 1]))
+
+    def keys_values(self, depth: int, normed_NH: Tensor, reads_N: Tensor, positions_N: Tensor) -> Pair:
+        """Rotated keys and values [N, G, E]; the first layer adds the token halves."""
+        attention = self.layers[depth].self_attn
+        keys, values = attention.project(normed_NH, "kv", slice(self.cut if depth == 0 else 0, None))
+        if depth == 0:
+            keys, values = keys.add_(self.token_keys[reads_N]), values.add_(self.token_values[reads_N])
+        return attention.rotary(attention.split(keys), positions_N), attention.split(values)
+
+    def query(self, depth: int, normed_NH: Tensor, asks_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Rotated queries [N, Q, E]."""
+        attention = self.layers[depth].self_attn
+        (query,) = attention.project(normed_NH, "q", slice(self.cut if depth == 0 else 0, None))
+        if depth == 0:
+            query = query.add_(self.token_queries[asks_N])
+        return attention.rotary(attention.split(query), positions_N)
 
 
-def attend_rollout(
-    query_PQE: Tensor, keys_TGE: Tensor, values_TGE: Tensor, mask_PT: Tensor, own: list[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Attention [P, Q, E] over the step-0 keys that `mask` allows and the row's own later keys, in one softmax."""
-    rows, heads, width = query_PQE.shape
-    groups = keys_TGE.shape[1]
-    query_PGFE = query_PQE.reshape(rows, groups, heads // groups, width) * width**-0.5
-    query_G = query_PGFE.transpose(0, 1).reshape(groups, -1, width)
-    context_GPFT = (query_G @ keys_TGE.permute(1, 2, 0)).view(groups, rows, heads // groups, keys_TGE.shape[0])
-    context_GPFT = context_GPFT.masked_fill(~mask_PT[None, :, None], -torch.inf)
-    own_GPFI = [torch.einsum("pgfe,pge->gpf", query_PGFE, keys)[..., None] for keys, _ in own]
-    weights = torch.cat([context_GPFT, *own_GPFI], -1).softmax(-1)
-    count = keys_TGE.shape[0]
-    mixed_G = weights[..., :count].reshape(groups, -1, count) @ values_TGE.transpose(0, 1)
-    mixed_PGFE = mixed_G.view(groups, rows, heads // groups, width).transpose(0, 1)
-    for i, (_, values) in enumerate(own):
-        mixed_PGFE = mixed_PGFE + weights[..., count + i].transpose(0, 1)[..., None] * values[:, :, None]
-    return mixed_PGFE.reshape(rows, heads, width)
+class PlainLayer(RolloutLayer, Protocol):
+    """A layer as the reference runs it."""
+
+    def mix(self, embedding_XH: Tensor, feature_XH: Tensor) -> Tensor:
+        """The attention's input."""
+        ...
 
 
 def rollout_reference(
-    layer: RolloutLayer, embed: Embed, feature_TH: Tensor, batch: FeatureBatch, steps: int
+    layers: Sequence[PlainLayer], embed: Embed, feature_TH: Tensor, batch: FeatureBatch, steps: int
 ) -> list[Tensor]:
-    """Layer outputs [T, H] of each step for every row, by one dense mask over the keys of all steps so far."""
-    total = len(batch.ids_T)
-    rows_T = torch.arange(total, device=batch.ids_T.device)
-    causal_TT, own_TT = context_mask(batch, rows_T), torch.eye(total, dtype=torch.bool, device=rows_T.device)
-    keys, values, masks, outputs = [], [], [], []
+    """Outputs [T, H] of each step for every row, by one dense mask over the keys of all steps so far."""
+    rows_T = torch.arange(len(batch.ids_T), device=feature_TH.device)
+    ids_T, segment_T, position_T = (x.to(rows_T.device) for x in (batch.ids_T, batch.segment_T, batch.position_T))
+    causal_TT = (segment_T[:, None] == segment_T[None, :]) & (rows_T[None, :] <= rows_T[:, None])
+    own_TT = torch.eye(len(rows_T), dtype=torch.bool, device=rows_T.device)
+    keys: list[list[Tensor]] = [[] for _ in layers]
+    values: list[list[Tensor]] = [[] for _ in layers]
+    outputs = []
     for i in range(steps):
-        mixed_TI = layer.mix(embed(shift(batch.ids_T, i + 1)), feature_TH)
-        key_TGE, value_TGE = layer.self_attn.keys_values(mixed_TI, batch.position_T + i)
-        keys.append(key_TGE)
-        values.append(value_TGE)
-        masks.append(causal_TT if i == 0 else own_TT)
-        query_TQE = layer.self_attn.query(mixed_TI, batch.position_T + i)
-        attended = dense_attention(query_TQE, torch.cat(keys), torch.cat(values), torch.cat(masks, 1))
-        feature_TH = layer.finish(feature_TH, attended)
+        mask = torch.cat([causal_TT, *[own_TT] * i], 1)
+        for depth, layer in enumerate(layers):
+            attention = layer.self_attn
+            mixed_TI = layer.mix(embed(shift(ids_T, i + 1)), feature_TH)
+            key_TGE, value_TGE = attention.keys_values(mixed_TI, position_T + i)
+            keys[depth].append(key_TGE)
+            values[depth].append(value_TGE)
+            query_TQE = attention.query(mixed_TI, position_T + i)
+            attended = dense_attention(query_TQE, torch.cat(keys[depth]), torch.cat(values[depth]), mask)
+            feature_TH = layer.finish(feature_TH, attended)
         outputs.append(feature_TH)
     return outputs
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwright.data.batch import DocumentFeatures, last_rows, live_rows, loss_mask, pack, shift, start_mask
+from headwright.data.batch import DocumentFeatures, last_rows, loss_masks, pack, shift, start_mask
 
 
 def document(mask: list[int], first_id: int = 0, taps: int = 2, width: int = 3) -> DocumentFeatures:
@@ -53,40 +53,12 @@ def test_start_rows_by_hand():
 
 
 def test_loss_rows_by_hand():
-    masks = [loss_mask(PACKED.mask_T, PACKED.segment_T, step).int().tolist() for step in range(4)]
+    masks = loss_masks(PACKED.mask_T, PACKED.segment_T, 4).T.int().tolist()
     # step 0: x_{t+1}, x_{t+2} in one turn: (12 13) (13 14) | (17 18) | - | (23 24); step 1 needs three: (12 13 14)
     assert masks[0] == [0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0]
     assert masks[1] == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert masks[2] == masks[3] == [0] * 14
     assert PACKED.loss_rows() == 4
-
-
-def test_live_rows_by_hand():
-    live = live_rows(PACKED, 3)
-    assert live.rows_P.tolist() == [1, 2, 3, 6, 7, 9, 11, 12]
-    assert live.tokens_PI[:5].tolist() == [[12, 13, 14], [13, 14, 15], [14, 15, 16], [17, 18, 20], [18, 20, 21]]
-    assert live.labels_PI[:5].tolist() == [[13, 14, 15], [14, 15, 16], [15, 16, 17], [18, 20, 21], [20, 21, 22]]
-    assert live.bears_PI.int().tolist() == [
-        [1, 1, 0],
-        [1, 0, 0],
-        [0, 0, 0],
-        [1, 0, 0],
-        [0, 0, 0],
-        [0, 0, 0],
-        [1, 0, 0],
-        [0, 0, 0],
-    ]
-    # places in last_RD (12, 13, 17, 20, 23) of position t+1+i: row 1 reads 12 and 13, row 2 reads 13, row 6 17, row 11 23
-    assert live.target_PI.tolist() == [
-        [0, 1, 0],
-        [1, 0, 0],
-        [0, 0, 0],
-        [2, 0, 0],
-        [0, 0, 0],
-        [0, 0, 0],
-        [4, 0, 0],
-        [0, 0, 0],
-    ]
 
 
 def test_shift():
@@ -104,7 +76,6 @@ MASKS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=
 def test_packed_is_each_document_alone(masks, steps):
     documents = [document(mask, 100 * i) for i, mask in enumerate(masks)]
     packed = pack(documents)
-    live = live_rows(packed, steps)
     start, place = 0, 0
     for number, one in enumerate(documents):
         length = len(one.ids_T)
@@ -114,50 +85,16 @@ def test_packed_is_each_document_alone(masks, steps):
         for name in ("ids_T", "mask_T", "position_T", "taps_TKD"):
             assert torch.equal(getattr(packed, name)[own], getattr(alone, name))
         assert torch.equal(start_mask(packed.mask_T, packed.segment_T)[own], start_mask(alone.mask_T, alone.segment_T))
-        for step in range(steps):
-            together = loss_mask(packed.mask_T, packed.segment_T, step)[own]
-            assert torch.equal(together, loss_mask(alone.mask_T, alone.segment_T, step))
-        single = live_rows(alone, steps)
-        mine = slice(place, place + len(single.rows_P))
-        assert torch.equal(live.rows_P[mine] - start, single.rows_P)
-        assert torch.equal(live.bears_PI[mine], single.bears_PI)
-        bears = single.bears_PI
-        for name in ("tokens_PI", "labels_PI"):
-            assert torch.equal(getattr(live, name)[mine][bears], getattr(single, name)[bears])
-        assert torch.equal(packed.last_RD[live.target_PI[mine][bears]], alone.last_RD[single.target_PI[bears]])
-        start, place = start + length, place + len(single.rows_P)
-    assert place == len(live.rows_P)
-
-
-@settings(max_examples=60, deadline=None)
-@given(masks=MASKS, steps=st.integers(1, 4))
-def test_every_loss_has_its_token_label_and_target(masks, steps):
-    """The alignment as the contract states it, with loops over one document at a time."""
-    packed = pack([document(mask, 100 * i) for i, mask in enumerate(masks)])
-    found = {}
-    live = live_rows(packed, steps)
-    for p, t in enumerate(live.rows_P.tolist()):
-        for i in range(steps):
-            if live.bears_PI[p, i]:
-                target = packed.last_RD[live.target_PI[p, i], 0]
-                found[t, i] = (int(live.tokens_PI[p, i]), int(live.labels_PI[p, i]), int(target))
-    wanted, start = {}, 0
-    for number, mask in enumerate(masks):
-        for t in range(len(mask)):
-            for i in range(steps):
-                turn = mask[t + 1 : t + 3 + i]
-                if len(turn) == i + 2 and all(turn):
-                    first = 100 * number + t
-                    wanted[start + t, i] = (first + 1 + i, first + 2 + i, first + 1 + i)
-        start += len(mask)
-    assert found == wanted
-    assert packed.loss_rows() == sum(i == 0 for _, i in wanted)
+        together = loss_masks(packed.mask_T, packed.segment_T, steps)[own]
+        assert torch.equal(together, loss_masks(alone.mask_T, alone.segment_T, steps))
+        assert torch.equal(packed.last_index_R[place : place + len(alone.last_RD)] - start, alone.last_index_R)
+        start, place = start + length, place + len(alone.last_RD)
+    assert place == len(packed.last_RD)
 
 
 def test_without_loss():
     idle = PACKED.without_loss()
     assert idle.loss_rows() == 0
-    assert live_rows(idle, 2).rows_P.numel() == 0
     assert torch.equal(idle.ids_T, PACKED.ids_T)
     assert PACKED.loss_rows() == 4
 

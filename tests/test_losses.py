@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwright.configs import UserError
-from headwright.heads.losses import LOSSES, acceptance, choose_loss, kl, lk, tv
+from headwright.heads.losses import acceptance, choose_loss, kl, lk, tv
 
 SHAPES = [(7, 401), (1, 2), (3, 1), (0, 5), (64, 33)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -43,10 +43,10 @@ def naive(name, p, q):
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["kl", "tv", "lk"])
 def test_values(name, shape, dtype, zeros):
     p, logits = case(shape, dtype=dtype, zeros=zeros)
-    ours = choose_loss(name)(p, logits.log_softmax(-1))
+    ours = choose_loss(name).value(p, logits.log_softmax(-1))
     theirs = naive(name, p.double(), logits.double().softmax(-1))
     assert ours.shape == shape[:1]
     assert ours.dtype == dtype
@@ -70,11 +70,11 @@ def formula(name, p, q):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 1], ids=str)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["kl", "tv", "lk"])
 def test_gradients(name, shape, dtype):
     """The blend of LK is detached: its gradient is that of a fixed mixture."""
     p, logits = case(shape, seed=1, dtype=dtype)
-    found = gradient(choose_loss(name), p, logits)
+    found = gradient(choose_loss(name).value, p, logits)
     wanted = formula(name, p.double(), logits.double().softmax(-1))
     assert torch.allclose(found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -110,5 +110,5 @@ def test_equal_and_disjoint_distributions():
 
 
 def test_unknown_loss():
-    with pytest.raises(UserError, match=r"head\.loss 'mse': there are kl, tv, lk"):
+    with pytest.raises(UserError, match=r"head\.loss 'mse': there are kl, rkl, jsd, tv, nla, lk, ce, topk"):
         choose_loss("mse")

@@ -1,0 +1,259 @@
+"""lm_head and loss as one function, chunk by chunk: no matrix [rows, W] outlives its chunk, at any vocabulary size.
+
+Shapes: N loss-bearing (row, step) pairs, n of them in a chunk, P rows, I steps, R positions of the target, H head width, W
+draft vocabulary.
+
+A chunk is a range of rows with all their steps. Its target distributions are made once and serve all steps; the gradient is
+formed on the way, since it needs one number from above: ∂L/∂z is known with z. What lives on is ∂L/∂features and ∂L/∂W.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headwright.data.batch import to_device
+from headwright.data.rows import Rows
+from headwright.heads.losses import Guess, Loss, Taught, decayed, dpace, rowdot
+
+METRICS = ("loss", "alpha", "agree")
+LEAST_MIB = 32.0
+COPIES = 4  # of a step's [rows, W] in fp32 at a time, besides logits and slopes of all steps: p and what a slope makes
+
+
+@dataclass
+class Chunk:
+    """Pairs step by step (`edges`, I + 1 of them); the target's positions that they need, [first, last); and for each step the
+    range of these that is its own, where it is one.
+    """
+
+    edges: list[int]
+    first: int
+    last: int
+    ranges: list[slice | None]
+
+
+@dataclass
+class Pairs:
+    """Loss-bearing pairs, ordered by chunk, step and row: a pair's step, its row among the step's (row_N) and among the chunk's
+    (local_N), and the target's position among the chunk's (target_N).
+    """
+
+    step_N: Tensor
+    row_N: Tensor
+    local_N: Tensor
+    target_N: Tensor
+    chunks: list[Chunk]
+    rows_per_chunk: int
+
+    def to(self, device: torch.device | str) -> "Pairs":
+        """On `device`."""
+        names = ("step_N", "row_N", "local_N", "target_N")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        return replace(self, **moved)
+
+
+def plan_pairs(rows: Rows, rows_per_chunk: int) -> Pairs:
+    """Chunks of consecutive rows. On the host."""
+    rank_P = torch.argsort(torch.argsort(rows.rows_P))
+    row_N, step_N = torch.nonzero(rows.bears_PI, as_tuple=True)
+    group_N = rank_P[row_N] // rows_per_chunk * rows.steps + step_N
+    order = torch.argsort(group_N * max(len(rank_P), 1) + rank_P[row_N])
+    row_N, step_N = row_N[order], step_N[order]
+    target_N = rows.target_PI[row_N, step_N]
+    chunks = plan_chunks(group_N[order], target_N, rows.steps)
+    return Pairs(step_N, row_N, rank_P[row_N] % rows_per_chunk, target_N, chunks, rows_per_chunk)
+
+
+def plan_chunks(group_N: Tensor, target_N: Tensor, steps: int) -> list[Chunk]:
+    """Cut the ordered pairs; makes `target_N` relative to each chunk."""
+    count = int(group_N[-1]) // steps + 1 if len(group_N) else 0
+    edges = [0, *torch.bincount(group_N, minlength=count * steps).cumsum(0).tolist()]
+    chunks = []
+    for place in range(count):
+        mine = edges[place * steps : (place + 1) * steps + 1]
+        if mine[0] < mine[-1]:
+            wanted = target_N[mine[0] : mine[-1]]
+            first, last = int(wanted.min()), int(wanted.max()) + 1
+            wanted -= first
+            chunks.append(Chunk(mine, first, last, [as_range(target_N[a:b]) for a, b in itertools.pairwise(mine)]))
+    return chunks
+
+
+def as_range(places: Tensor) -> slice | None:
+    """Consecutive places as a slice, which needs no copy."""
+    if not len(places) or not bool((torch.diff(places) == 1).all()):
+        return None
+    return slice(int(places[0]), int(places[-1]) + 1)
+
+
+def rows_in_memory(weight_WH: Tensor, steps: int, mib: float | None) -> int:
+    """Rows of a chunk, from its memory. The default is that of the lm_head itself: smaller chunks would spend their time adding
+    to its gradient.
+    """
+    budget = (mib or max(LEAST_MIB, weight_WH.numel() * 4 / 2**20)) * 2**20
+    return max(1, int(budget / (4 * len(weight_WH) * (2 * steps + COPIES))))
+
+
+@dataclass
+class Weights:
+    """Weights of a row's steps: base^i, or D-PACE with its floor."""
+
+    base: float = 0.8
+    dpace_floor: float | None = None
+
+    def of(self, right_CI: Tensor, bears_CI: Tensor) -> Tensor:
+        """[C, I], from the probability of the right token."""
+        if self.dpace_floor is not None:
+            return dpace(right_CI, bears_CI, self.dpace_floor)
+        return decayed(right_CI, self.base)
+
+
+@dataclass
+class Task:
+    """What is to be learned. teacher: the target's logits [r, W] at some of its R positions; logz_R their log-sum-exp over the
+    whole vocabulary; first_R: its first choice as a draft id, -1 where the head cannot say it.
+    """
+
+    pairs: Pairs
+    teacher: Callable[[slice], Tensor]
+    logz_R: Tensor
+    first_R: Tensor
+    loss: Loss
+    weights: Weights
+
+
+def chunked_loss(task: Task, weight_WH: Tensor, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The weighted sum of all losses, and per step the sums of METRICS [3, I]. `features`: the lm_head's inputs of each step.
+
+    loss: the loss itself; alpha: Σ min(p, q) with p over the whole vocabulary; agree: both first choices are the same.
+    """
+    total, sums = ChunkedFunction.apply(task, weight_WH, *features)
+    return total, sums
+
+
+class ChunkedFunction(torch.autograd.Function):
+    """`chunked_loss` with its gradient."""
+
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx: Any, task: Task, weight_WH: Tensor, *features: Tensor) -> tuple[Tensor, Tensor]:
+        kind = features[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features[0].dtype
+        wanted = any(ctx.needs_input_grad[1:])
+        with torch.autocast(kind, enabled=False):
+            work = Work(task, weight_WH, features, dtype, wanted, ctx.needs_input_grad[1])
+            for chunk in task.pairs.chunks:
+                work.run(chunk)
+        ctx.save_for_backward(work.for_weight, *work.for_features)
+        ctx.mark_non_differentiable(work.sums)
+        ctx.weight_dtype = weight_WH.dtype
+        return work.total, work.sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        for_weight, *for_features = ctx.saved_tensors
+        weight = None if for_weight is None else (for_weight * grad).to(ctx.weight_dtype)
+        return None, weight, *(part * grad.to(part.dtype) for part in for_features)
+
+
+class Work:
+    """The running sums of one call."""
+
+    def __init__(
+        self,
+        task: Task,
+        weight_WH: Tensor,
+        features: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        wanted: bool,
+        weight_wanted: bool,
+    ):
+        self.task, self.features, self.weight_WH = task, features, weight_WH.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.wide = wide
+        self.total = weight_WH.new_zeros((), dtype=wide)
+        self.sums = weight_WH.new_zeros(len(METRICS), len(features), dtype=wide)
+        self.for_features = [torch.zeros_like(part) for part in features] if wanted else []
+        self.for_weight = torch.zeros_like(weight_WH, dtype=wide) if weight_wanted else None
+
+    def run(self, chunk: Chunk) -> None:
+        """One chunk: its losses, and its share of the gradients."""
+        pairs, edges = self.task.pairs, chunk.edges
+        picked = slice(edges[0], edges[-1])
+        parts = [slice(a - edges[0], b - edges[0]) for a, b in itertools.pairwise(edges)]
+        row_n, target_n = pairs.row_N[picked], pairs.target_N[picked]
+        h_nH = torch.cat([part[row_n[where]] for part, where in zip(self.features, parts)]).to(self.weight_WH.dtype)
+        z_nW = F.linear(h_nH, self.weight_WH).to(self.wide)
+        slope_nW = torch.empty_like(z_nW)
+        taught, mass = self.teach(chunk)
+        first = self.task.first_R[chunk.first : chunk.last]
+        value_n, right_n = z_nW.new_empty(len(z_nW)), z_nW.new_empty(len(z_nW))
+        for step, (where, target) in enumerate(zip(parts, chunk.ranges)):
+            rows = target_n[where] if target is None else target
+            guess = self.guess(z_nW[where], slope_nW[where])
+            right_n[where] = self.measure(step, guess, taught.p_PW[rows], mass[rows], first[rows])
+            value_n[where], slope = self.task.loss.slope(taught.rows(rows), guess)
+            self.sums[0, step] += value_n[where].sum()
+            if slope is not guess.q_PW:
+                slope_nW[where] = slope
+        weight_n = self.weigh(pairs.local_N[picked], pairs.step_N[picked], right_n)
+        self.total += value_n @ weight_n
+        self.differentiate(slope_nW.to(h_nH.dtype), h_nH, weight_n.to(h_nH.dtype)[:, None], row_n, parts)
+
+    def teach(self, chunk: Chunk) -> tuple[Taught, Tensor]:
+        """The target's distributions over the draft vocabulary, renormalised to it; and the share of mass that lies there."""
+        where = slice(chunk.first, chunk.last)
+        logits = self.task.teacher(where).to(self.wide)
+        lse = logits.logsumexp(-1)
+        mass = (lse - self.task.logz_R[where]).exp_().clamp_max_(1)
+        probs = torch.softmax(logits, -1)
+        return Taught(probs, rowdot(probs, logits) - lse), mass
+
+    def guess(self, z_nW: Tensor, q_nW: Tensor) -> Guess:
+        """Softmax, into `q_nW`, and log-sum-exp."""
+        torch.softmax(z_nW, -1, out=q_nW)
+        best = z_nW.max(-1)
+        lse_n = best.values - q_nW.gather(-1, best.indices[:, None])[:, 0].log()
+        return Guess(z_nW, q_nW, lse_n, best.indices)
+
+    def measure(self, step: int, guess: Guess, probs_nW: Tensor, mass_n: Tensor, first_n: Tensor) -> Tensor:
+        """The probability of the right token; adds to the metrics."""
+        alpha = torch.minimum(probs_nW * mass_n[:, None], guess.q_PW).sum()
+        self.sums[1:, step] += torch.stack([alpha, (guess.best_P == first_n).sum().to(alpha.dtype)])
+        right_n = guess.q_PW.gather(-1, first_n.clamp_min(0)[:, None])[:, 0]
+        return right_n * (first_n >= 0)
+
+    def weigh(self, local_n: Tensor, step_n: Tensor, right_n: Tensor) -> Tensor:
+        """The weight of each pair."""
+        right_CI = right_n.new_zeros(self.task.pairs.rows_per_chunk, len(self.features))
+        bears_CI = torch.zeros_like(right_CI)
+        right_CI[local_n, step_n], bears_CI[local_n, step_n] = right_n, 1.0
+        return self.task.weights.of(right_CI, bears_CI)[local_n, step_n]
+
+    def differentiate(
+        self, slope_nW: Tensor, h_nH: Tensor, weight_n1: Tensor, row_n: Tensor, parts: list[slice]
+    ) -> None:
+        """∂L/∂h = w · (slope W) and ∂L/∂W = Σ slopeᵀ (w · h)."""
+        if self.for_features:
+            back_nH = (slope_nW @ self.weight_WH) * weight_n1
+            for grad, where in zip(self.for_features, parts):
+                grad.index_copy_(0, row_n[where], back_nH[where].to(grad.dtype))
+        if self.for_weight is None:
+            return
+        if self.for_weight.dtype == h_nH.dtype:
+            self.for_weight.addmm_(slope_nW.T, h_nH * weight_n1)
+        else:
+            self.for_weight += slope_nW.T @ (h_nH * weight_n1)
+
+
+def first_choices(feature_XH: Tensor, weight_WH: Tensor, mib: float | None = None) -> Tensor:
+    """The most likely draft id of each row [X]."""
+    rows = rows_in_memory(weight_WH, 1, mib)
+    return torch.cat([F.linear(part, weight_WH).argmax(-1) for part in feature_XH.split(rows)])
