@@ -159,6 +159,26 @@ class TrainConfig:
     epochs: Annotated[float, "passes over the features", Gt(0)] = 4
     tokens_per_batch: Annotated[int, "packed tokens per micro-batch and process", Gt(0)] = 2048
     accumulate: Annotated[int, "micro-batches per optimizer step", Ge(1)] = 1
+    long_documents: Annotated[
+        Literal["split", "whole", "refuse"],
+        "a document above tokens_per_batch: in parts of its loss-bearing rows, each with all before it as context; "
+        "as one batch; or an error",
+    ] = "split"
+    bad_documents: Annotated[
+        Literal["stop", "skip"],
+        "NaN or infinite features, unknown tokens, nothing to learn: an error, or left out and counted",
+    ] = "stop"
+    recompute: Annotated[
+        bool, "run each rollout step again in the backward pass: less memory, a third more time, the same result"
+    ] = False
+    loss_mib: Annotated[
+        float | None,
+        "memory of one chunk of logits; default: as much as the lm_head's gradient, 32 MiB at least",
+        Gt(0),
+    ] = None
+    compile: Annotated[
+        Literal["auto", "on", "off"], "torch.compile of norms, activations and losses; auto: on GPUs"
+    ] = "auto"
     workers: Annotated[int, "threads that read features ahead of the training step", Ge(1)] = 2
     lr: Annotated[float, "peak learning rate", Gt(0)] = 1e-4
     betas: Annotated[tuple[float, float], "AdamW"] = (0.9, 0.95)

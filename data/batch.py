@@ -23,7 +23,8 @@ class DocumentFeatures:
     """One document, unpadded.
 
     ids_T and mask_T (response tokens); taps_TKD; and for the R positions p with mask[p] and mask[p+1] (`last_rows`):
-    last_RD, the target's most likely next token argmax_R and its log-sum-exp over the vocabulary logz_R.
+    last_RD, the target's most likely next token argmax_R and its log-sum-exp over the vocabulary logz_R. learn_T, where
+    given: the only rows whose rollouts bear loss.
     """
 
     ids_T: Tensor
@@ -32,6 +33,20 @@ class DocumentFeatures:
     last_RD: Tensor
     argmax_R: Tensor
     logz_R: Tensor
+    learn_T: Tensor | None = None
+
+    def part(self, part: int, parts: int, lookahead: int) -> "DocumentFeatures":
+        """One of `parts` parts of its loss-bearing rows, with everything before them, and behind them the `lookahead` tokens
+        that a rollout reads.
+        """
+        rows = torch.nonzero(loss_masks(self.mask_T, torch.zeros_like(self.ids_T), 1)[:, 0])[:, 0]
+        mine = rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]
+        learn_T = torch.zeros_like(self.mask_T)
+        learn_T[mine] = True
+        stop = int(mine[-1]) + 1 + lookahead if len(mine) else 0
+        kept = len(last_rows(self.mask_T[:stop]))
+        tokens = (self.ids_T[:stop], self.mask_T[:stop], self.taps_TKD[:stop])
+        return DocumentFeatures(*tokens, self.last_RD[:kept], self.argmax_R[:kept], self.logz_R[:kept], learn_T[:stop])
 
 
 @dataclass
@@ -65,10 +80,13 @@ def runs_of(mask_T: Tensor) -> list[tuple[int, int]]:
 
 @dataclass
 class FeatureBatch:
-    """Documents packed behind each other without padding. segment_T numbers them; position_T restarts in each."""
+    """Documents packed behind each other without padding. segment_T numbers them; position_T restarts in each; learn_T: rows
+    whose rollouts may bear loss.
+    """
 
     ids_T: Tensor
     mask_T: Tensor
+    learn_T: Tensor
     segment_T: Tensor
     position_T: Tensor
     taps_TKD: Tensor
@@ -86,11 +104,15 @@ class FeatureBatch:
 
     def loss_rows(self) -> int:
         """Rows that bear loss at step 0: the normaliser of the loss."""
-        return int(loss_masks(self.mask_T, self.segment_T, 1).sum())
+        return int(self.loss_masks(1).sum())
+
+    def loss_masks(self, steps: int) -> Tensor:
+        """Which rows bear loss at each step [T, I]."""
+        return loss_masks(self.mask_T, self.segment_T, steps) & self.learn_T[:, None]
 
     def without_loss(self) -> "FeatureBatch":
         """The same tokens with nothing to learn: for a rank that has no batch left in a step."""
-        return replace(self, mask_T=torch.zeros_like(self.mask_T))
+        return replace(self, learn_T=torch.zeros_like(self.learn_T))
 
 
 def last_rows(mask_T: Tensor) -> Tensor:
@@ -126,6 +148,7 @@ def pack(documents: Sequence[DocumentFeatures]) -> FeatureBatch:
     return FeatureBatch(
         ids_T=torch.cat([document.ids_T for document in documents]),
         mask_T=torch.cat([document.mask_T for document in documents]),
+        learn_T=torch.cat([torch.ones_like(d.mask_T) if d.learn_T is None else d.learn_T for d in documents]),
         segment_T=torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(lengths)),
         position_T=torch.cat([torch.arange(length) for length in lengths]),
         taps_TKD=torch.cat([document.taps_TKD for document in documents]),

@@ -12,7 +12,7 @@ from headwright.data.batch import Answer, DocumentFeatures, answers_of
 from headwright.data.generate import read_documents
 from headwright.data.jobs import Job, Jobs, flat
 from headwright.data.shard import Shard
-from headwright.data.store import DTYPES, FeatureWriter, Manifest, OpenShards, open_shard, stored_document
+from headwright.data.store import DTYPES, FeatureWriter, Manifest, OpenShards, open_shard, origin, stored_document
 from headwright.data.target import Target
 
 
@@ -33,6 +33,14 @@ class Texts:
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [self.jobs.tokens[number] for number in self.order]
+
+    def loss_rows(self) -> list[int]:
+        """Loss-bearing rows of each document."""
+        return [self.jobs.rows[number] for number in self.order]
+
+    def place(self, document: int) -> str:
+        """Where a document came from."""
+        return origin(self.job(document).note())
 
     def response_tokens(self) -> Iterator[Tensor]:
         """The response token ids, turn by turn."""
@@ -72,17 +80,17 @@ class HybridDocuments(LiveDocuments):
 
     def __init__(self, root: Path, manifest: Manifest, jobs: Jobs, target: Target, batches: Sequence[Sequence[int]]):
         super().__init__(root, manifest, jobs, target)
-        self.batches = batches
-        self.manifest.units = len(batches)
+        self.batches = first_asked(batches)
+        self.manifest.units = len(self.batches)
         self.writer = FeatureWriter(root, manifest)
-        self.place = {document: (unit, row) for unit, batch in enumerate(batches) for row, document in enumerate(batch)}
+        self.where = {d: (unit, row) for unit, batch in enumerate(self.batches) for row, d in enumerate(batch)}
         self.shards = OpenShards(self.open)
 
     def read(self, documents: Sequence[int]) -> list[DocumentFeatures]:
         """From the shards; one that is not there yet is made and kept."""
         return [
             stored_document(self.shards.take(unit), row, self.manifest.dtype)
-            for unit, row in (self.place[document] for document in documents)
+            for unit, row in (self.where[document] for document in documents)
         ]
 
     def open(self, unit: int) -> Shard:
@@ -97,3 +105,13 @@ class HybridDocuments(LiveDocuments):
         made = self.make(self.batches[unit])
         notes = [self.job(document).note() for document in self.batches[unit]]
         self.writer.write_now(unit, made, notes, time.perf_counter() - started)
+
+
+def first_asked(batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each document in the batch that asks for it first: a long one is asked for in parts."""
+    seen: set[int] = set()
+    kept = []
+    for batch in batches:
+        kept.append([document for document in dict.fromkeys(batch) if document not in seen])
+        seen.update(batch)
+    return [batch for batch in kept if batch]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwright.data.batch import FeatureBatch, loss_masks, runs_of, to_device
+from headwright.data.batch import FeatureBatch, runs_of, to_device
 
 
 class Span(NamedTuple):
@@ -126,7 +126,7 @@ class Rows:
 
 def plan_rows(batch: FeatureBatch, steps: int, teaches_R: Tensor | None = None) -> Rows:
     """The plan for a batch on the host. Where what the target says teaches nothing (teaches_R false), no loss is borne."""
-    bears_TI = loss_masks(batch.mask_T, batch.segment_T, steps)
+    bears_TI = batch.loss_masks(steps)
     end = len(batch.ids_T) - 1
     ahead_TI = torch.arange(len(batch.ids_T))[:, None] + torch.arange(steps)
     target_TI = torch.where(bears_TI, target_places(batch)[(ahead_TI + 1).clamp(0, max(end, 0))], 0)

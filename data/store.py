@@ -353,6 +353,15 @@ class FeatureReader:
         """Tokens of each document, without reading it."""
         return (self.places[:, 3] - self.places[:, 1]).tolist()
 
+    def loss_rows(self) -> list[int]:
+        """Loss-bearing rows of each document."""
+        return (self.places[:, 4] - self.places[:, 2]).tolist()
+
+    def place(self, document: int) -> str:
+        """Where a document came from."""
+        index = int(self.places[document, 0])
+        return origin(self.shard(index).metadata["documents"][document - self.first[index]])
+
     def response_tokens(self) -> Iterator[Tensor]:
         """The response token ids, turn by turn."""
         return (answer.ids for answer in self.answers())
@@ -369,6 +378,12 @@ class FeatureReader:
                 note = shard.metadata["documents"][number]
                 ids_T, mask_T = shard.tensor("ids")[token:token_end].long(), shard.tensor("mask")[token:token_end]
                 yield from answers_of(note["source"], ids_T, mask_T, shard.tensor("argmax")[row:row_end].long())
+
+
+def origin(note: dict[str, Any]) -> str:
+    """The place of a document's note, for messages."""
+    sample = f", answer {note['sample']}" if note.get("sample") else ""
+    return f"{note['place']}{sample}"
 
 
 def stored_document(shard: Shard, row: int, dtype: str, check: bool = True) -> DocumentFeatures:

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwright.configs import UserError
 from headwright.data.batch import Answer, DocumentFeatures, FeatureBatch, pack
+from headwright.data.packing import Long, Piece, plan_epoch
 from headwright.data.store import FeatureReader, Manifest
 
 T = TypeVar("T")
@@ -42,6 +43,14 @@ class Documents(Answers, Protocol):
         """Tokens of each document, without making it."""
         ...
 
+    def loss_rows(self) -> list[int]:
+        """Loss-bearing rows of each document, at most, without making it."""
+        ...
+
+    def place(self, document: int) -> str:
+        """Where a document came from: a file and line, where these are known."""
+        ...
+
     def read(self, documents: Sequence[int]) -> list[DocumentFeatures]:
         """Several documents, in the given order. Called from threads, when `workers` are more than one."""
         ...
@@ -52,7 +61,9 @@ class FeatureStream:
     """Steps of micro-batches for one of `world` ranks.
 
     One optimizer step takes `world · accumulate` consecutive batches of the epoch's order; rank r takes its share.
-    Which documents make a step depends neither on `world` nor on `accumulate` alone, only on their product.
+    Which documents make a step depends neither on `world` nor on `accumulate` alone, only on their product. `vet` says what
+    is wrong with a document; with `skip` such a document bears no loss and is noted, else it ends the run. `lookahead`: tokens
+    after a row that its loss reads.
     """
 
     reader: Documents
@@ -62,16 +73,25 @@ class FeatureStream:
     world: int = 1
     seed: int = 0
     workers: int = 0
+    long: Long = "split"
+    lookahead: int = 16
+    vet: Callable[[DocumentFeatures], str | None] = lambda document: None
+    skip: bool = False
 
     def __post_init__(self) -> None:
-        self.lengths = self.reader.lengths()
+        self.lengths, self.rows = self.reader.lengths(), self.reader.loss_rows()
+        self.skipped: dict[int, str] = {}
         if not self.lengths:
             raise UserError(f"{self.reader.root}: the store holds no documents")
+        if not any(self.rows):
+            raise UserError(
+                f"{self.reader.root}: no document has two response tokens in a row: there is nothing to learn"
+            )
         self.group = self.world * self.accumulate
 
-    def epoch_batches(self, epoch: int) -> list[list[int]]:
+    def epoch_batches(self, epoch: int) -> list[list[Piece]]:
         """Documents of each batch of an epoch."""
-        return pack_in_order(self.lengths, self.tokens_per_batch, self.seed, epoch)
+        return plan_epoch(self.lengths, self.rows, self.tokens_per_batch, self.seed, epoch, self.long)
 
     def steps_per_epoch(self) -> int:
         """Optimizer steps of epoch 0; the packing of others may differ by a few, and schedules use this one."""
@@ -95,28 +115,34 @@ class FeatureStream:
                 yield lambda batches=batches, local=local: self.micro_batches(batches, local)  # type: ignore[misc]
             step, epoch = step + count, epoch + 1
 
-    def micro_batches(self, batches: list[list[int]], step: int) -> list[FeatureBatch]:
+    def micro_batches(self, batches: list[list[Piece]], step: int) -> list[FeatureBatch]:
         """This rank's share of one step. Where the epoch ends unevenly, a rank repeats a batch without loss."""
         mine = []
         for place in range(self.accumulate):
             index = step * self.group + self.rank * self.accumulate + place
-            batch = pack(self.reader.read(batches[min(index, len(batches) - 1)]))
+            batch = self.batch(batches[min(index, len(batches) - 1)])
             mine.append(batch if index < len(batches) else batch.without_loss())
         return mine
 
+    def batch(self, pieces: Sequence[Piece]) -> FeatureBatch:
+        """One packed batch."""
+        documents = self.reader.read([piece.document for piece in pieces])
+        return pack([self.checked(piece, document) for piece, document in zip(pieces, documents)])
 
-def pack_in_order(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Documents of each batch of an epoch: shuffled, then packed in order up to the token budget."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    batches: list[list[int]] = []
-    filled = tokens_per_batch
-    for document in torch.randperm(len(lengths), generator=generator).tolist():
-        if filled + lengths[document] > tokens_per_batch:
-            batches.append([])
-            filled = 0
-        batches[-1].append(document)
-        filled += lengths[document]
-    return batches
+    def checked(self, piece: Piece, document: DocumentFeatures) -> DocumentFeatures:
+        """A piece of a document that can be learned from; one without loss where it cannot."""
+        wrong = self.vet(document)
+        if wrong is None:
+            return document.part(piece.part, piece.parts, self.lookahead) if piece.parts > 1 else document
+        if not self.skip:
+            raise UserError(
+                f"{self.reader.root}: document {piece.document} ({self.reader.place(piece.document)}): {wrong}; "
+                "train.bad_documents=skip leaves such documents out"
+            )
+        self.skipped[piece.document] = wrong
+        if len(self.skipped) == len(self.lengths) - self.rows.count(0):
+            raise UserError(f"{self.reader.root}: no document can be learned from; the last one: {wrong}")
+        return replace(document, learn_T=torch.zeros_like(document.mask_T))
 
 
 def ahead(calls: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:

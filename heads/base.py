@@ -113,6 +113,11 @@ class DraftHead(nn.Module):
         self.choices_V = vocab.index_V  # draft id of each target id, on the host
         self.engine = Engine()
 
+    @property
+    def lookahead(self) -> int:
+        """How many tokens after a row its loss reads."""
+        raise NotImplementedError
+
     def initialise(self, target: Target) -> None:
         """Start from what the target already knows."""
 

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
 from headwright.configs import UserError
-from headwright.data.batch import FeatureBatch, loss_masks, to_device
+from headwright.data.batch import FeatureBatch, to_device
 from headwright.data.cache import KVCache
 from headwright.data.rows import Rows, plan_rows
 from headwright.data.target import Target, TargetSpec
@@ -117,6 +117,11 @@ class Head(DraftHead):
         self.midlayer = Layer(spec, config.intermediate_size or spec.intermediate_size)
         self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, len(vocab), bias=False)
+
+    @property
+    def lookahead(self) -> int:
+        """Row t of step i predicts x_{t+2+i}."""
+        return self.config.steps + 1
 
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
@@ -269,7 +274,7 @@ def step_metrics(sums: Tensor, plan: Rows, batch: FeatureBatch) -> dict[str, tup
     """Numerators and denominators by name and step: the loss over the rows that bear it, the others over all that might."""
     device = sums.device
     kept = to_device(plan.bears_PI.sum(0).to(sums.dtype), device)
-    might = to_device(loss_masks(batch.mask_T, batch.segment_T, plan.steps).sum(0).to(sums.dtype), device)
+    might = to_device(batch.loss_masks(plan.steps).sum(0).to(sums.dtype), device)
     bottoms = {"loss": kept, "alpha": might, "agree": might}
     return {
         f"{name}_{i}": (sums[place, i], bottoms[name][i])

@@ -7,6 +7,7 @@ vocabulary.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class PlainEagle3:
         width = x_TNE.shape[-1]
         frequencies = self.frequencies(width)
         angles = positions_T[:, None].float() * frequencies
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = torch.polar(torch.full_like(angles, self.stretch()), angles)[:, None]
         half = torch.complex(x_TNE[..., : width // 2].float(), x_TNE[..., width // 2 :].float()) * turn
         return torch.cat([half.real, half.imag], -1).to(x_TNE.dtype)
 
@@ -52,10 +53,36 @@ class PlainEagle3:
             return base
         if scaling["rope_type"] == "linear":
             return base / scaling["factor"]
+        if scaling["rope_type"] == "yarn":
+            return self.yarn(base, scaling)
         turns = scaling["original_max_position_embeddings"] * base / (2 * torch.pi)
         share = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
         share = share.clamp(0, 1)
         return base * (share + (1 - share) / scaling["factor"])
+
+    def yarn(self, base: Tensor, scaling: dict[str, Any]) -> Tensor:
+        """Pairs blended between their own frequency and the interpolated one, by a ramp over their number."""
+        context, width, theta = scaling["original_max_position_embeddings"], 2 * len(base), self.config["rope_theta"]
+        ends = []
+        for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            wavelength = context / (scaling.get(key) or usual)  # a pair of this wavelength turns so often
+            ends.append(width / 2 * math.log(wavelength / math.tau, theta))
+        if scaling.get("truncate", True):
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        start, stop = max(ends[0], 0), min(ends[1], width - 1)
+        ramp = (torch.arange(len(base)) - start) / ((stop - start) or 0.001)
+        return torch.lerp(base, base / scaling["factor"], ramp.clamp(0, 1))
+
+    def stretch(self) -> float:
+        """YaRN's factor on queries and keys."""
+        scaling = self.config["rope_scaling"] or {}
+        if scaling.get("rope_type") != "yarn":
+            return 1.0
+        if scaling.get("attention_factor") is not None:
+            return float(scaling["attention_factor"])
+        grown = math.log(max(scaling["factor"], 1)) / 10
+        both = scaling.get("mscale") and scaling.get("mscale_all_dim")
+        return (1 + grown * scaling["mscale"]) / (1 + grown * scaling["mscale_all_dim"]) if both else 1 + grown
 
     def fuse(self, taps_TKD: Tensor) -> Tensor:
         """fc over the captured states, each normed first where the config says so."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from headwright.heads.fused import fused
 from headwright.heads.rotary import Rotary
 
 
@@ -32,25 +33,38 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_XH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        wide = x_XH.to(torch.promote_types(x_XH.dtype, torch.float32))
-        scale_X1 = (
-            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x_XH.shape[-1]).add_(eps).rsqrt_()
-        )
+        out, scale_X1 = normed(x_XH, weight_H, eps)
         ctx.save_for_backward(x_XH, weight_H, scale_X1)
-        return weight_H * (wide * scale_X1).to(x_XH.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_XH, weight_H, scale_X1 = ctx.saved_tensors
-        normed, grad = x_XH.to(scale_X1.dtype) * scale_X1, grad.to(scale_X1.dtype)
-        slope = grad * normed
-        for_weight = slope.flatten(0, -2).sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
-            return None, for_weight, None
-        shared_X1 = (slope @ weight_H.to(slope.dtype)).div_(x_XH.shape[-1])[..., None]
-        for_x = (grad * weight_H).addcmul_(normed, shared_X1, value=-1).mul_(scale_X1)
-        return for_x.to(x_XH.dtype), for_weight, None
+        for_x, for_weight = normed_backward(grad, x_XH, weight_H, scale_X1, ctx.needs_input_grad[0])
+        return for_x, for_weight if ctx.needs_input_grad[1] else None, None
+
+
+@fused
+def normed(x_XH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) · weight, and 1 / rms(x)."""
+    wide = x_XH.to(torch.promote_types(x_XH.dtype, torch.float32))
+    scale_X1 = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x_XH.shape[-1] + eps)
+    return weight_H * (wide * scale_X1).to(x_XH.dtype), scale_X1
+
+
+@fused
+def normed_backward(
+    grad: Tensor, x_XH: Tensor, weight_H: Tensor, scale_X1: Tensor, x_wanted: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Gradients of x and weight."""
+    unit, grad = x_XH.to(scale_X1.dtype) * scale_X1, grad.to(scale_X1.dtype)
+    slope = grad * unit
+    for_weight = slope.flatten(0, -2).sum(0).to(weight_H.dtype)
+    if not x_wanted:
+        return None, for_weight
+    shared_X1 = (slope @ weight_H.to(slope.dtype))[..., None] / x_XH.shape[-1]
+    return ((grad * weight_H).addcmul_(unit, shared_X1, value=-1).mul_(scale_X1)).to(x_XH.dtype), for_weight
 
 
 class SwiGLU(nn.Module):
@@ -74,20 +88,31 @@ class GatedFunction(torch.autograd.Function):
     def forward(ctx: Any, gate_XI: Tensor, up_XI: Tensor, weight_HI: Tensor) -> Tensor:
         ctx.save_for_backward(gate_XI, up_XI, weight_HI)
         with torch.autocast(gate_XI.device.type, enabled=False):
-            return F.linear(F.silu(gate_XI).mul_(up_XI), weight_HI.to(gate_XI.dtype))
+            return F.linear(gated(gate_XI, up_XI), weight_HI.to(gate_XI.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weight_HI = ctx.saved_tensors
-        open_XI = torch.sigmoid(gate)
-        passed = gate * open_XI  # silu(gate)
+        for_gate, for_up, product = gated_backward(grad @ weight_HI.to(grad.dtype), gate, up)
         for_weight = None
         if ctx.needs_input_grad[2]:
-            for_weight = (grad.flatten(0, -2).T @ (passed * up).flatten(0, -2)).to(weight_HI.dtype)
-        back = grad @ weight_HI.to(grad.dtype)
-        for_gate = (back * up).mul_(torch.addcmul(open_XI, passed, 1 - open_XI))
-        return for_gate, back.mul_(passed), for_weight
+            for_weight = (grad.flatten(0, -2).T @ product.flatten(0, -2)).to(weight_HI.dtype)
+        return for_gate, for_up, for_weight
+
+
+@fused
+def gated(gate_XI: Tensor, up_XI: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    return F.silu(gate_XI) * up_XI
+
+
+@fused
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up, and the product."""
+    share = torch.sigmoid(gate)
+    passed = gate * share  # silu(gate)
+    return grad * up * (share + passed * (1 - share)), grad * passed, passed * up
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headwright.configs import UserError
+from headwright.heads.fused import fused
 
 KNOWN = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -47,6 +48,7 @@ class TurnFunction(torch.autograd.Function):
         return turned(grad, cos, -sin), None, None
 
 
+@fused
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(left, right) → (left·cos − right·sin, right·cos + left·sin)."""
     left, right = x.chunk(2, dim=-1)

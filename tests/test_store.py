@@ -4,7 +4,6 @@ import errno
 import json
 import os
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -327,12 +326,11 @@ def real(stream: FeatureStream, batches, step: int, epoch: int = 0) -> list:
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_every_document_once_per_epoch_within_the_budget(reader, tokens, epoch):
     batches = FeatureStream(reader, tokens).epoch_batches(epoch)
-    assert sorted(document for batch in batches for document in batch) == list(range(31))
+    learned = [document for document, rows in enumerate(reader.loss_rows()) if rows]
+    assert sorted({piece.document for batch in batches for piece in batch}) == learned
     lengths = reader.lengths()
     assert all(batches)
-    assert all(len(batch) == 1 or sum(lengths[d] for d in batch) <= tokens for batch in batches)
-    joined = [sum(lengths[d] for d in a) + lengths[b[0]] for a, b in pairwise(batches)]
-    assert all(total > tokens for total in joined)  # no batch is closed early
+    assert all(len(batch) == 1 or sum(lengths[p.document] for p in batch) <= tokens for batch in batches)
 
 
 @pytest.mark.parametrize("product", [1, 2, 3, 4, 6])
@@ -340,7 +338,8 @@ def test_a_step_is_the_same_documents_however_it_is_shared(reader, product):
     straight = FeatureStream(reader, 40, accumulate=product)
     count = straight.steps_per_epoch()
     wanted = [contents(real(straight, batches, step)) for step, batches in enumerate(straight.steps(0, count))]
-    assert sorted(document for step in wanted for document in step) == list(range(31))
+    learned = [document for document, rows in enumerate(reader.loss_rows()) if rows]
+    assert sorted(document for step in wanted for document in step) == learned
     for world in (1, 2, 3):
         if product % world:
             continue
@@ -383,11 +382,11 @@ def test_order_depends_on_seed_and_epoch_alone(reader):
     def order(epoch: int, **options) -> list[int]:
         torch.rand(7)  # the global generator plays no part
         stream = FeatureStream(reader, **({"tokens_per_batch": 40} | options))
-        return [document for batch in stream.epoch_batches(epoch) for document in batch]
+        return [piece.document for batch in stream.epoch_batches(epoch) for piece in batch]
 
     base = order(0)
-    assert base == order(0) == order(0, tokens_per_batch=90) == order(0, accumulate=2, world=2, rank=1)
-    assert base != list(range(31))
+    assert base == order(0) == order(0, accumulate=2, world=2, rank=1)
+    assert base != sorted(base)
     assert len({tuple(order(epoch, seed=seed)) for epoch in range(3) for seed in range(3)}) == 9
 
 

@@ -141,7 +141,7 @@ def one_step(
         last = place == len(batches) - 1
         with nullcontext() if last else accelerator.no_sync(model):
             with accelerator.autocast():
-                out = model(batch.to(accelerator.device, torch.float32), target)
+                out = model(batch.to(accelerator.device), target)
             # DDP averages gradients over ranks; the normaliser already spans them
             accelerator.backward(out.total * accelerator.num_processes / rows)
         meter.add(out.metrics)

@@ -21,13 +21,13 @@ from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.corpus import read_corpus
 from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path
 from headwright.data.jobs import Jobs
+from headwright.data.packing import plan_epoch
 from headwright.data.sampling import Policy
 from headwright.data.store import bytes_per_token, write_json
-from headwright.data.stream import pack_in_order
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab, count_tokens
 from headwright.eval.decode import speculate
-from headwright.heads.base import DraftHead, make_head
+from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.train.loop import one_step
 from headwright.train.optim import make_optimizer
@@ -177,9 +177,11 @@ def probe_training(
 ) -> tuple[float, int]:
     """Seconds per packed token, from a few real steps; and how many steps there will be."""
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
+    head.engine = Engine(run.train.recompute, run.train.loss_mib)
     model, optimizer = accelerator.prepare(head, make_optimizer(head, run.train))
-    groups = pack_in_order([len(d.ids_T) for d in documents], run.train.tokens_per_batch, run.seed, epoch=0)
-    batches = [pack([documents[number] for number in group]) for group in groups]
+    lengths, rows = [len(d.ids_T) for d in documents], [len(d.last_RD) for d in documents]
+    groups = plan_epoch(lengths, rows, run.train.tokens_per_batch, run.seed, 0, "whole")
+    batches = [pack([documents[piece.document] for piece in group]) for group in groups]
     one_step(accelerator, model, optimizer, [batches[0]], target, run.train, Meter())  # warm-up
     seconds, seen = 0.0, 0
     for done, batch in enumerate(batches):

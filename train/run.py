@@ -11,23 +11,32 @@ from accelerate import Accelerator
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, table
+from headwright.data import packing
 from headwright.data.corpus import read_corpus
 from headwright.data.harvest import check_features, check_offline, jobs_of, make_manifest, save_config, store_path
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
+from headwright.data.packing import Long, plan_epoch
 from headwright.data.store import FeatureReader, write_json
-from headwright.data.stream import Documents, FeatureStream, pack_in_order
+from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
+from headwright.data.vet import make_vet
 from headwright.data.vocab import choose_vocab, count_tokens, coverage
 from headwright.eval.metrics import read_metrics
 from headwright.eval.rollout_tau import rollout_tau
-from headwright.heads.base import DraftHead, make_head, save_head
+from headwright.heads.base import DraftHead, Engine, make_head, save_head
+from headwright.heads.fused import switch
 from headwright.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from headwright.train.loop import Callbacks, fit, unwrapped
 from headwright.train.optim import make_optimizer
 from headwright.train.track import Tracker
 
+SHOWN = 5  # documents that were left out
 SECTIONS = ("vocab", "head", "train")
 ABOUT = "Train a draft head on harvested features; keep the one with the best τ on held-out text."
+
+
+# of the loop's keys: what may change while a run is interrupted, since no value depends on it
+UNBOUND = ("track", "log_every", "saves", "evals", "accumulate", "workers", "recompute", "loss_mib", "compile")
 
 
 def head_path(run: RunConfig) -> Path:
@@ -54,9 +63,11 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     covered = coverage(vocab, count_tokens(held_out.response_tokens(), target.spec.vocab_size))
     head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
     head.initialise(target)
+    head.engine = Engine(run.train.recompute, run.train.loss_mib)
+    switch(run.train.compile, accelerator.device)
     optimizer = make_optimizer(head, run.train)
 
-    stream = make_stream(run, features, accelerator)
+    stream = make_stream(run, features, head, accelerator)
     total = max(1, round(run.train.epochs * stream.steps_per_epoch()))
     folder, identity = run.directory / "checkpoints", run_identity(run, features, accelerator, total)
     state = load_checkpoint(folder, head, optimizer, identity) or Progress(total=total, identity=identity)
@@ -100,7 +111,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     if accelerator.is_main_process:
         if isinstance(features, HybridDocuments):
             features.writer.finish()  # from now on an ordinary store
-        show_end(run, features, state, covered)
+        show_end(run, features, stream, state, covered)
 
 
 def open_features(run: RunConfig, target: Target) -> Documents:
@@ -114,8 +125,15 @@ def open_features(run: RunConfig, target: Target) -> Documents:
     if run.harvest.features == "live":
         return LiveDocuments(root, manifest, jobs, target)
     manifest.identity["train.tokens_per_batch"] = run.train.tokens_per_batch  # it decides what a shard holds
-    batches = pack_in_order(Texts(jobs).lengths(), run.train.tokens_per_batch, run.seed, epoch=0)
-    return HybridDocuments(root, manifest, jobs, target, batches)
+    manifest.identity["packing"] = f"{packing.VERSION}, long documents {run.train.long_documents}"
+    texts = Texts(jobs)
+    batches = plan_epoch(texts.lengths(), texts.loss_rows(), run.train.tokens_per_batch, run.seed, 0, long_of(run))
+    return HybridDocuments(root, manifest, jobs, target, [[piece.document for piece in batch] for batch in batches])
+
+
+def long_of(run: RunConfig) -> Long:
+    """How long documents are packed; where they are refused there are none."""
+    return "whole" if run.train.long_documents == "refuse" else run.train.long_documents
 
 
 def refuse_other_store(features: Documents, target: Target) -> None:
@@ -124,10 +142,16 @@ def refuse_other_store(features: Documents, target: Target) -> None:
         raise UserError(
             f"{features.root}: harvested from {features.manifest.target['name']}, not from {target.spec.name}"
         )
+    if tuple(features.manifest.taps) != target.taps:
+        raise UserError(
+            f"{features.root}: its taps are {list(features.manifest.taps)}, those of the held-out side {list(target.taps)}: "
+            "harvest both sides alike"
+        )
 
 
-def make_stream(run: RunConfig, features: Documents, accelerator: Accelerator) -> FeatureStream:
+def make_stream(run: RunConfig, features: Documents, head: DraftHead, accelerator: Accelerator) -> FeatureStream:
     """This rank's share of the packed batches."""
+    refuse_long(run, features)
     return FeatureStream(
         features,
         run.train.tokens_per_batch,
@@ -136,21 +160,33 @@ def make_stream(run: RunConfig, features: Documents, accelerator: Accelerator) -
         accelerator.num_processes,
         run.seed,
         run.train.workers,
+        long_of(run),
+        head.lookahead,
+        make_vet(head.spec.vocab_size, len(head.taps), features.manifest.dtype),
+        run.train.bad_documents == "skip",
     )
+
+
+def refuse_long(run: RunConfig, features: Documents) -> None:
+    """Documents above the budget, where the config refuses them."""
+    budget = run.train.tokens_per_batch
+    long = [d for d, length in enumerate(features.lengths()) if length > budget]
+    if long and run.train.long_documents == "refuse":
+        raise UserError(
+            f"{features.root}: {len(long)} documents are longer than train.tokens_per_batch ({budget}), first document "
+            f"{long[0]} ({features.place(long[0])}): raise it, or set train.long_documents to split or whole"
+        )
 
 
 def run_identity(run: RunConfig, features: Documents, accelerator: Accelerator, total: int) -> dict[str, Any]:
     """What must be unchanged for a checkpoint to be continued."""
-    loop = {
-        key: value
-        for key, value in asdict(run.train).items()
-        if key not in ("track", "log_every", "saves", "evals", "accumulate", "workers")
-    }
+    loop = {key: value for key, value in asdict(run.train).items() if key not in UNBOUND}
     return {
         "features": features.manifest.identity,
         "vocab": asdict(run.vocab) | {"coverage": None},
         "head": asdict(run.head),
         "train": loop | {"betas": list(loop["betas"])},
+        "packing": packing.VERSION,
         "batches per step": run.train.accumulate * accelerator.num_processes,
         "total steps": total,
         "seed": run.seed,
@@ -186,7 +222,7 @@ def show_start(run: RunConfig, head: DraftHead, features: Documents, state: Prog
         say(f"warning: under {run.vocab.coverage:.0%}; what lies outside can never be accepted: raise vocab.size")
 
 
-def show_end(run: RunConfig, features: Documents, state: Progress, covered: float) -> None:
+def show_end(run: RunConfig, features: Documents, stream: FeatureStream, state: Progress, covered: float) -> None:
     """The curve of the run."""
     records = read_metrics(run.directory / "metrics.jsonl")
     depth = measured_depth(run)
@@ -197,6 +233,10 @@ def show_end(run: RunConfig, features: Documents, state: Progress, covered: floa
         if "tau" in r
     ]
     table(f"held-out text, greedy chain of {depth}", columns, rows)
+    for document, wrong in sorted(stream.skipped.items())[:SHOWN]:
+        say(f"left out: document {document} ({features.place(document)}): {wrong}")
+    if stream.skipped:
+        say(f"{len(stream.skipped)} documents of {len(features)} were left out (train.bad_documents)")
     say(
         f"trained {state.step} steps in {duration(state.seconds)}; "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
@@ -204,7 +244,12 @@ def show_end(run: RunConfig, features: Documents, state: Progress, covered: floa
     write_json(
         run.directory / "training.json",
         vars(state)
-        | {"coverage": covered, "response_tokens": features.manifest.response_tokens, "peak_memory": peak_memory()},
+        | {
+            "coverage": covered,
+            "skipped": len(stream.skipped),
+            "response_tokens": features.manifest.response_tokens,
+            "peak_memory": peak_memory(),
+        },
     )
 
 
