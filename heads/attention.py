@@ -147,14 +147,26 @@ def heads_first(x_NQE: Tensor) -> Tensor:
 
 
 class CpuFlash:
-    """PyTorch's flash attention for the CPU: any floating dtype, grouped heads without repeating them."""
+    """PyTorch's flash attention for the CPU: any floating dtype, grouped heads without repeating them.
+
+    Its causal form multiplies whole blocks of 512 keys, up to twice what a triangle needs, so long spans are cut.
+    """
+
+    ROWS = 192
+
+    @classmethod
+    def cut(cls, spans: Spans) -> Iterator[Span]:
+        """The same rows as spans of at most ROWS."""
+        for start, stop, first, own in spans.parts:
+            for row in range(start, stop, cls.ROWS):
+                yield Span(row, min(row + cls.ROWS, stop), first, own + row - start)
 
     @staticmethod
     def forward(query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of queries in the order of the spans."""
         out = torch.empty_like(query)
         lse_NQ = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for span in spans.parts:
+        for span in CpuFlash.cut(spans):
             rows = slice(span.start, span.stop)
             out[rows], lse_NQ[rows] = CpuFlash.span_forward(query[rows], keys, values, span)
         return out, lse_NQ
@@ -174,8 +186,8 @@ class CpuFlash:
         grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse_NQ: Tensor, spans: Spans
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, keys and values."""
-        for_query, for_keys, for_values = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
-        for span in spans.parts:
+        for_query, for_keys, for_values = (torch.zeros_like(x, dtype=lse_NQ.dtype) for x in (query, keys, values))
+        for span in CpuFlash.cut(spans):
             rows = slice(span.start, span.stop)
             lse = lse_NQ[rows].T.contiguous()[None]
             for where, causal in blocks(span):
@@ -192,7 +204,7 @@ class CpuFlash:
                 for_query[rows] += found[0][0].transpose(0, 1)
                 for_keys[where] += found[1][0].transpose(0, 1)
                 for_values[where] += found[2][0].transpose(0, 1)
-        return for_query, for_keys, for_values
+        return for_query.to(query.dtype), for_keys.to(keys.dtype), for_values.to(values.dtype)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,8 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
     """Gradients of gate and up, and the product."""
     share = torch.sigmoid(gate)
     passed = gate * share  # silu(gate)
-    return grad * up * (share + passed * (1 - share)), grad * passed, passed * up
+    slope = torch.add(share, passed).addcmul_(passed, share, value=-1)
+    return slope.mul_(up).mul_(grad), grad * passed, passed * up
 
 
 class Attention(nn.Module):

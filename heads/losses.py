@@ -41,12 +41,12 @@ class Taught:
 
 @dataclass
 class Guess:
-    """The head's logits z_PW, their softmax q_PW (which a slope may overwrite), log-sum-exp lse_P and first choice best_P."""
+    """The head's logits z_PW, their softmax q_PW (which a slope may overwrite), and z's maximum and log-sum-exp."""
 
     z_PW: Tensor
     q_PW: Tensor
+    top_P: Tensor
     lse_P: Tensor
-    best_P: Tensor
 
     @property
     def logq_PW(self) -> Tensor:
@@ -193,8 +193,8 @@ def topk_slope(count: int) -> Callable[[Taught, Guess], tuple[Tensor, Tensor]]:
 
 
 def rowdot(a_PW: Tensor, b_PW: Tensor) -> Tensor:
-    """Σ a·b of each row [P], without their product."""
-    return torch.bmm(a_PW[:, None], b_PW[:, :, None])[:, 0, 0]
+    """Σ a·b of each row [P]."""
+    return torch.linalg.vecdot(a_PW, b_PW)
 
 
 LOSSES: dict[str, Loss] = {

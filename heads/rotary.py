@@ -52,11 +52,7 @@ class TurnFunction(torch.autograd.Function):
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(left, right) → (left·cos − right·sin, right·cos + left·sin)."""
     left, right = x.chunk(2, dim=-1)
-    out = torch.empty_like(x)
-    first, second = out.chunk(2, dim=-1)
-    torch.mul(left, cos, out=first).addcmul_(right, sin, value=-1)
-    torch.mul(right, cos, out=second).addcmul_(left, sin)
-    return out
+    return torch.cat([(left * cos).addcmul_(right, sin, value=-1), (right * cos).addcmul_(left, sin)], dim=-1)
 
 
 def inverse_frequencies(rope: dict[str, Any], width: int) -> Tensor:
