@@ -301,5 +301,11 @@ def choose_kernel(query: Tensor) -> Kernel:
     """The fastest kernel that returns its log-sum-exp and takes the merged one back."""
     if query.device.type == "cpu" and len(query):
         return CpuFlash
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return CudaFlash if query.device.type == "cuda" and half and torch.version.hip is None else Blockwise
+    return CudaFlash if query.device.type == "cuda" and flash_can(query) else Blockwise
+
+
+def flash_can(query: Tensor) -> bool:
+    """Whether FlashAttention takes queries on this GPU: half precision, Ampere or later, heads of a usual width."""
+    half, width = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
+    newer = torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return half and newer and width % 8 == 0 and width <= 256

@@ -7,19 +7,17 @@ unrounded held-out features, because serving knows no rounding.
 """
 
 import argparse
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from bench_choices import fresh, outcome
 
 from headwright.configs import RunConfig
 from headwright.configs.console import say, size, table
 from headwright.configs.load import load_run
 from headwright.data.harvest import harvest, store_path
 from headwright.data.store import DTYPES, FeatureReader, FeatureWriter, Manifest, read_manifest
-from headwright.eval.metrics import read_metrics
-from headwright.train.run import train
 
 
 def rounded(source: Path, target: Path, dtype: str) -> Manifest:
@@ -39,17 +37,9 @@ def rounded(source: Path, target: Path, dtype: str) -> Manifest:
 
 def measure(base: RunConfig, dtype: str, seed: int) -> tuple[int, dict[str, Any]]:
     """One training: bytes of the store, and how the head came out."""
-    run = replace(base, name=f"{base.name}-{dtype}-{seed}", seed=seed)
-    shutil.rmtree(run.directory, ignore_errors=True)
-    run.directory.mkdir(parents=True)
+    run = fresh(base, dtype, seed)
     manifest = rounded(store_path(base, "train"), store_path(run, "train"), dtype)
-    shutil.copytree(store_path(base, "held-out"), store_path(run, "held-out"))
-    train(run)
-    records = [record for record in read_metrics(run.directory / "metrics.jsonl") if "loss_0" in record]
-    last = records[-max(1, len(records) // 10) :]
-    result = json.loads((run.directory / "training.json").read_text())
-    loss = sum(record["loss_0"] for record in last) / len(last)
-    return manifest.bytes, {"tau": result["best_tau"], "loss_0": loss}
+    return manifest.bytes, outcome(run)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from headwright.configs.console import progress as progress_bar
 from headwright.configs.console import say
 from headwright.configs.schema import TrainConfig
-from headwright.data.batch import FeatureBatch
+from headwright.data.batch import FeatureBatch, to_device
 from headwright.data.stream import FeatureStream
 from headwright.data.target import Target
 from headwright.heads.base import DraftHead
@@ -135,7 +135,7 @@ def one_step(
     meter: Meter,
 ) -> Any:
     """Forward and backward of all micro-batches, then one optimizer step. Returns the gradient norm."""
-    counted = torch.tensor(float(sum(batch.loss_rows() for batch in batches)), device=accelerator.device)
+    counted = to_device(torch.tensor(float(sum(batch.loss_rows() for batch in batches))), accelerator.device)
     rows = accelerator.reduce(counted, "sum").clamp_min(1.0)
     for place, batch in enumerate(batches):
         last = place == len(batches) - 1
