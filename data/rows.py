@@ -57,6 +57,10 @@ class Spans:
     order: Tensor | None = None
     packed: Packed | None = None
 
+    def to(self, device: torch.device | str) -> "Spans":
+        """On `device`."""
+        return Spans(self.parts, None if self.order is None else to_device(self.order, device))
+
     def packed_on(self, device: torch.device, keys: int) -> Packed:
         """For kernels of variable length, made once."""
         if self.packed is None:
@@ -118,10 +122,9 @@ class Rows:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        spans = [
-            replace(part, order=None if part.order is None else to_device(part.order, device)) for part in self.spans
-        ]
-        return replace(self, spans=spans, **moved)
+        return replace(
+            self, spans=[spans.to(device) for spans in self.spans], everything=self.everything.to(device), **moved
+        )
 
 
 def plan_rows(batch: FeatureBatch, steps: int, teaches_R: Tensor | None = None) -> Rows:
@@ -155,7 +158,7 @@ def plan_rows(batch: FeatureBatch, steps: int, teaches_R: Tensor | None = None) 
         labels_PI=batch.ids_T[(ahead_PI + 1).clamp_max(end)],
         bears_PI=kept_TI[rows_P],
         target_PI=target_TI[rows_P],
-        everything=Spans(spans_of(context_C, place_T, first_T, whole=True)),
+        everything=Spans(spans_of(context_C, place_T, first_T)),
         spans=[step_spans(reach_T > i, rows_P, place_T, first_T) for i in range(steps)],
     )
 
@@ -210,12 +213,9 @@ def step_spans(computed_T: Tensor, rows_P: Tensor, place_T: Tensor, first_T: Ten
     return Spans(spans_of(torch.nonzero(computed_T)[:, 0], place_T, first_T), None if in_order else order)
 
 
-def spans_of(rows_N: Tensor, place_T: Tensor, first_T: Tensor, whole: bool = False) -> list[Span]:
-    """Ascending rows, cut where they are not consecutive or another document begins."""
-    breaks = torch.diff(rows_N) != 1
-    if whole:
-        breaks = torch.diff(first_T[rows_N]) != 0
-    edges = torch.nonzero(breaks)[:, 0] + 1
+def spans_of(rows_N: Tensor, place_T: Tensor, first_T: Tensor) -> list[Span]:
+    """Ascending rows, cut where they are not consecutive: so between documents, whose last row never bears loss."""
+    edges = torch.nonzero(torch.diff(rows_N) != 1)[:, 0] + 1
     starts = [0, *edges.tolist()] if len(rows_N) else []
     stops = [*edges.tolist(), len(rows_N)]
     own, first = place_T[rows_N[starts]].tolist(), first_T[rows_N[starts]].tolist()

@@ -65,42 +65,45 @@ def grouped(x_NQE: Tensor, groups: int) -> Tensor:
 
 
 def own_scores(query_NQE: Tensor, keys_NGJE: Tensor) -> Tensor:
-    """Scaled scores [N, G, F, J]."""
-    query = grouped(query_NQE, keys_NGJE.shape[1]) * query_NQE.shape[-1] ** -0.5
-    return query @ keys_NGJE.transpose(2, 3)
+    """Scaled scores [N, G, F, J], in fp32 or wider, as a flash kernel keeps those of the step-0 keys."""
+    wide = torch.promote_types(query_NQE.dtype, torch.float32)
+    query = grouped(query_NQE.to(wide), keys_NGJE.shape[1]) * query_NQE.shape[-1] ** -0.5
+    return query @ keys_NGJE.to(wide).transpose(2, 3)
 
 
 def merge_own(
     query_NQE: Tensor, mixed_NQE: Tensor, lse_NQ: Tensor, keys_NGJE: Tensor, values_NGJE: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The context's output and log-sum-exp, with the own keys put into the same softmax."""
-    scores_NQJ = own_scores(query_NQE, keys_NGJE).flatten(1, 2).to(lse_NQ.dtype)
+    scores_NQJ = own_scores(query_NQE, keys_NGJE).flatten(1, 2)
     merged_NQ = torch.logaddexp(lse_NQ, scores_NQJ.logsumexp(-1))
-    weights = grouped((scores_NQJ - merged_NQ[..., None]).exp_().to(values_NGJE.dtype), keys_NGJE.shape[1])
-    kept_NQ = (lse_NQ - merged_NQ).exp_().to(mixed_NQE.dtype)
-    own_NQE = (weights @ values_NGJE).flatten(1, 2)
-    return own_NQE.addcmul_(mixed_NQE, kept_NQ[..., None]), merged_NQ
+    weights = grouped((scores_NQJ - merged_NQ[..., None]).exp_(), keys_NGJE.shape[1])
+    own_NQE = (weights @ values_NGJE.to(weights.dtype)).flatten(1, 2)
+    kept_NQ = (lse_NQ - merged_NQ).exp_()
+    return own_NQE.addcmul_(mixed_NQE.to(own_NQE.dtype), kept_NQ[..., None]).to(mixed_NQE.dtype), merged_NQ
 
 
 def own_backward(
     grad_NQE: Tensor, query_NQE: Tensor, mixed_NQE: Tensor, lse_NQ: Tensor, flat: Sequence[Tensor], for_query: Tensor
 ) -> list[Tensor]:
     """Gradients of the own keys and values, in the order of `flat`; that of the query is added to `for_query`."""
-    keys, values = stacked(flat, len(query_NQE))
-    groups, scale = keys.shape[1], query_NQE.shape[-1] ** -0.5
-    delta_NQ = (grad_NQE * mixed_NQE).sum(-1, dtype=lse_NQ.dtype)
-    weights = (own_scores(query_NQE, keys) - grouped(lse_NQ, groups)[..., None].to(keys.dtype)).exp_()
-    grad = grouped(grad_NQE, groups)
-    slope = weights * (grad @ values.transpose(2, 3) - grouped(delta_NQ, groups)[..., None].to(keys.dtype)) * scale
+    wide, scale = lse_NQ.dtype, query_NQE.shape[-1] ** -0.5
+    keys, values = (part.to(wide) for part in stacked(flat, len(query_NQE)))
+    groups = keys.shape[1]
+    delta_NQ = (grad_NQE.to(wide) * mixed_NQE).sum(-1)
+    weights = (own_scores(query_NQE, keys) - grouped(lse_NQ, groups)[..., None]).exp_()
+    grad = grouped(grad_NQE.to(wide), groups)
+    slope = weights * (grad @ values.transpose(2, 3) - grouped(delta_NQ, groups)[..., None]) * scale
     for_query += (slope @ keys).flatten(1, 2)
-    for_keys = slope.transpose(2, 3) @ grouped(query_NQE, groups)
+    for_keys = slope.transpose(2, 3) @ grouped(query_NQE.to(wide), groups)
     for_values = weights.transpose(2, 3) @ grad
     pairs = zip(for_keys.unbind(2), for_values.unbind(2))
     return [spread(part, whole) for part, whole in zip((part for pair in pairs for part in pair), flat)]
 
 
 def spread(part_NGE: Tensor, whole_PGE: Tensor) -> Tensor:
-    """The gradient of all rows: zero for those that had already stopped."""
+    """The gradient of all rows, in their dtype: zero for those that had already stopped."""
+    part_NGE = part_NGE.to(whole_PGE.dtype)
     if len(part_NGE) == len(whole_PGE):
         return part_NGE
     return torch.cat([part_NGE, part_NGE.new_zeros(len(whole_PGE) - len(part_NGE), *part_NGE.shape[1:])])
@@ -299,7 +302,9 @@ Kernel = type[CpuFlash] | type[CudaFlash] | type[Blockwise]
 
 def choose_kernel(query: Tensor) -> Kernel:
     """The fastest kernel that returns its log-sum-exp and takes the merged one back."""
-    if query.device.type == "cpu" and len(query):
+    if not len(query):
+        return Blockwise  # flash kernels refuse, or divide by, no queries at all
+    if query.device.type == "cpu":
         return CpuFlash
     return CudaFlash if query.device.type == "cuda" and flash_can(query) else Blockwise
 

@@ -28,7 +28,7 @@ def switch(mode: str, device: torch.device) -> None:
 
 
 def fused(function: Function) -> Function:
-    """A function of tensors that may be compiled. One compilation serves any number of rows."""
+    """A function of tensors that may be compiled, for any number of rows. Gradients are the business of its caller."""
 
     @functools.cache  # not at import: the compiler takes seconds to load
     def compiled() -> Callable[..., Any]:
@@ -39,7 +39,8 @@ def fused(function: Function) -> Function:
         if not State.on or torch.compiler.is_compiling():
             return function(*arguments)
         try:
-            return compiled()(*arguments)
+            # else a version of its own for every combination of what requires a gradient
+            return compiled()(*(part.detach() if isinstance(part, torch.Tensor) else part for part in arguments))
         except Exception as error:  # whatever the compiler raises: it is only faster, never needed
             State.on = False
             say(f"torch.compile is off from here on: {type(error).__name__}: {reason(error)}")

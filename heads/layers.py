@@ -60,7 +60,7 @@ def normed_backward(
     """Gradients of x and weight."""
     unit, grad = x_XH.to(scale_X1.dtype) * scale_X1, grad.to(scale_X1.dtype)
     slope = grad * unit
-    for_weight = slope.flatten(0, -2).sum(0).to(weight_H.dtype)
+    for_weight = slope.reshape(-1, len(weight_H)).sum(0).to(weight_H.dtype)
     if not x_wanted:
         return None, for_weight
     shared_X1 = (slope @ weight_H.to(slope.dtype))[..., None] / x_XH.shape[-1]
@@ -97,8 +97,13 @@ class GatedFunction(torch.autograd.Function):
         for_gate, for_up, product = gated_backward(grad @ weight_HI.to(grad.dtype), gate, up)
         for_weight = None
         if ctx.needs_input_grad[2]:
-            for_weight = (grad.flatten(0, -2).T @ product.flatten(0, -2)).to(weight_HI.dtype)
+            for_weight = (rows_of(grad).T @ rows_of(product)).to(weight_HI.dtype)
         return for_gate, for_up, for_weight
+
+
+def rows_of(x_XH: Tensor) -> Tensor:
+    """[…, H] → [X, H]."""
+    return x_XH.reshape(-1, x_XH.shape[-1])
 
 
 @fused

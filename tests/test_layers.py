@@ -1,27 +1,30 @@
-"""Building blocks against transformers' Llama modules and textbook attention."""
+"""Building blocks against transformers' Llama modules, autograd of the plain formulas, and textbook attention."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from headwright.configs import UserError
-from headwright.heads.layers import Attention, RMSNorm, SwiGLU, attend
-from headwright.heads.rotary import Rotary, inverse_frequencies
+from headwright.heads.layers import Attention, GatedFunction, NormFunction, RMSNorm, SwiGLU, attend
+from headwright.heads.rotary import Rotary
 
-ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
 }
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 3e-3,
+}  # of the largest entry
+SHAPES = [(5, 24), (2, 3, 24), (2, 1, 3, 24), (0, 24), (0, 3, 24)]
 
 
 def llama_config(rope: dict, width: int = 16) -> LlamaConfig:
@@ -56,58 +59,176 @@ def test_rms_norm_of_zeros_is_zero():
 
 
 def test_swiglu_is_llamas_mlp():
-    ours, theirs = SwiGLU(64, 72), modeling_llama.LlamaMLP(llama_config(ROPES["default"]))
+    ours, theirs = SwiGLU(64, 72), modeling_llama.LlamaMLP(llama_config(DEFAULT))
     theirs.load_state_dict(ours.state_dict())
     x = random(3, 64)
     assert torch.allclose(ours(x), theirs(x), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("width", [8, 16, 128])
-def test_frequencies_are_those_of_transformers(kind, width):
-    config = llama_config(ROPES[kind], width)
-    if kind == "default":
-        theirs = modeling_llama.LlamaRotaryEmbedding(config).inv_freq
-    else:
-        theirs, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-        assert scale == 1.0
-    assert torch.allclose(inverse_frequencies(ROPES[kind], width), theirs, rtol=1e-6)
+# Functions with a backward pass of their own
 
 
-def test_llama3_changes_long_wavelengths_only():
-    """The parts of the blend: kept, stretched by the factor, and something between."""
-    plain = inverse_frequencies(ROPES["llama3"] | {"rope_type": "default"}, 128)
-    ratio = plain / inverse_frequencies(ROPES["llama3"], 128)
-    assert ratio.min() == 1.0
-    assert ratio.max() == pytest.approx(8.0, rel=1e-5)
-    assert ((ratio > 1.01) & (ratio < 7.9)).any()
+def plain_norm(x, weight, eps=1e-5):
+    """RMSNorm, every intermediate kept by autograd."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_rotation_is_llamas(kind):
-    config = llama_config(ROPES[kind])
-    positions = torch.tensor([[0, 1, 2, 500, 4000], [7, 7, 3, 0, 90]])
-    q, k = random(2, 5, 4, 16, seed=3), random(2, 5, 2, 16, seed=4)
-    cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(q, positions)
-    theirs = modeling_llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    rotary = Rotary(ROPES[kind], 16)
-    for ours, wanted in zip((rotary(q, positions), rotary(k, positions)), theirs):
-        assert torch.allclose(ours, wanted.transpose(1, 2), atol=1e-4)
+def plain_gated(gate, up, weight):
+    """The second half of SwiGLU."""
+    return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    rotary = Rotary(ROPES["default"], 16)
-    q, k = random(1, 1, 16, seed=5), random(1, 1, 16, seed=6)
-    scores = [(rotary(q, torch.tensor([p])) * rotary(k, torch.tensor([p - 3]))).sum().item() for p in (3, 10, 100)]
-    assert scores == pytest.approx([scores[0]] * 3, rel=1e-3)
-    assert rotary(q, torch.tensor([99])).norm().item() == pytest.approx(q.norm().item(), rel=1e-5)
-    assert torch.equal(rotary(q, torch.tensor([0])), q)
+def norm(x, weight):
+    return NormFunction.apply(x, weight, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "proportional"])
-def test_unknown_rope_type_is_refused(kind):
-    with pytest.raises(UserError, match=rf"'{kind}'.*default, linear, dynamic, yarn, llama3"):
-        Rotary({"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}, 8)
+gated = GatedFunction.apply
+
+
+def norm_inputs(shape, dtype, weight_dtype=None):
+    """Rows of several sizes."""
+    x = random(*shape, seed=1, dtype=dtype)
+    return [x * torch.linspace(0.01, 30, shape[-1]).to(dtype), random(shape[-1], seed=2, dtype=weight_dtype or dtype)]
+
+
+def gated_inputs(shape, dtype, weight_dtype=None):
+    """Gates from shut to open."""
+    gate, up = (random(*shape, seed=seed, dtype=torch.float64) for seed in (3, 4))
+    weight = random(10, shape[-1], seed=5, dtype=weight_dtype or dtype)
+    return [(5 * gate).to(dtype), up.to(dtype), weight]
+
+
+FUNCTIONS = {"norm": (norm, plain_norm, norm_inputs), "gated": (gated, plain_gated, gated_inputs)}
+
+
+def value_and_gradients(function, inputs, wanted=(True, True, True)):
+    """The result, and the gradient of each input through a random probe."""
+    leaves = [part.detach().clone().requires_grad_(want) for part, want in zip(inputs, wanted)]
+    out = function(*leaves)
+    out.backward(random(*out.shape, seed=9, dtype=out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_same(found, wanted, tolerance: float) -> None:
+    """Dtype, shape and values, relative to the largest entry."""
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    apart = (found.double() - wanted.double()).abs()
+    assert apart.numel() == 0 or float(apart.max()) <= tolerance * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_is_autograd_of_the_plain_formula(name, dtype, shape):
+    ours, plain, make = FUNCTIONS[name]
+    inputs = make(shape, dtype)
+    for found, wanted in zip(value_and_gradients(ours, inputs), value_and_gradients(plain, inputs)):
+        assert_same(found, wanted, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_of_a_single_row(name):
+    """One dimension: as the plain formula."""
+    ours, plain, make = FUNCTIONS[name]
+    inputs = make((24,), torch.float64)
+    for found, wanted in zip(value_and_gradients(ours, inputs), value_and_gradients(plain, inputs)):
+        assert_same(found, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_weights_in_fp32_under_rows_in_half(name, dtype):
+    """Gradients come back in each input's own dtype."""
+    ours, plain, make = FUNCTIONS[name]
+    inputs = make((6, 24), dtype, torch.float32)
+    for found, wanted in zip(value_and_gradients(ours, inputs), value_and_gradients(plain, inputs)):
+        assert_same(found, wanted, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("wanted", [(True, False, True), (False, True, True), (True, True, False)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(name, wanted):
+    ours, _, make = FUNCTIONS[name]
+    inputs = make((6, 24), torch.float64)
+    free, frozen = value_and_gradients(ours, inputs), value_and_gradients(ours, inputs, wanted)
+    for want, one, other in zip((True, *wanted), free, frozen):
+        assert other is None if not want else torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_passes_gradcheck(name):
+    """Also for a gradient that autograd expands from one number, and for rows that do not lie behind each other."""
+    ours, plain, make = FUNCTIONS[name]
+    inputs = [part.requires_grad_() for part in make((3, 5), torch.float64)]
+    assert torch.autograd.gradcheck(ours, inputs)
+    moved = [part.detach().T.contiguous().T.requires_grad_() if part.dim() > 1 else part for part in inputs]
+    for found, wanted in zip(
+        torch.autograd.grad(ours(*moved).sum(), moved), torch.autograd.grad(plain(*inputs).sum(), inputs)
+    ):
+        assert_same(found, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gates_far_from_zero(dtype):
+    """Shut, open, and beyond what exp can hold."""
+    gate = torch.tensor([[-200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0]], dtype=dtype)
+    inputs = [gate, torch.ones_like(gate), torch.eye(7, dtype=dtype)]
+    for found, wanted in zip(value_and_gradients(gated, inputs), value_and_gradients(plain_gated, inputs)):
+        assert bool(found.isfinite().all())
+        assert_same(found, wanted, TOLERANCE[dtype])
+
+
+def test_swiglu_under_autocast():
+    """fp32 weights, bf16 inside: what the three projections give, and gradients in fp32."""
+    ours = SwiGLU(24, 40)
+    x = random(6, 24)
+
+    def plain(x):
+        return ours.down_proj(F.silu(ours.gate_proj(x)) * ours.up_proj(x))
+
+    found, wanted = [], []
+    for function, results in ((ours, found), (plain, wanted)):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(leaf)
+        assert out.dtype == torch.bfloat16
+        results.append(out.detach())
+        results += torch.autograd.grad(out, [leaf, *ours.parameters()], random(6, 24, dtype=torch.bfloat16))
+    assert torch.equal(found[0], wanted[0])
+    for mine, their in zip(found[1:], wanted[1:]):
+        assert_same(mine, their, TOLERANCE[torch.bfloat16])
+        assert mine.dtype == torch.float32
+
+
+def kept(function, inputs) -> int:
+    """Bytes that autograd keeps of a call, beside the inputs."""
+    known = {part.untyped_storage().data_ptr() for part in inputs}
+    sizes = {}
+
+    def pack(part):
+        if part.untyped_storage().data_ptr() not in known:
+            sizes[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        return part
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part):
+        out = function(*(part.requires_grad_() for part in inputs))
+    assert out.grad_fn is not None
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_functions_keep_their_inputs_and_little_else(dtype):
+    """The norm one number in fp32 per row, the gate nothing; the plain formulas keep rows of their own."""
+    rows, width = 50, 24
+    assert kept(norm, norm_inputs((rows, width), dtype)) == 4 * rows
+    assert kept(gated, gated_inputs((rows, width), dtype)) == 0
+    for name in FUNCTIONS:
+        _, plain, make = FUNCTIONS[name]
+        assert kept(plain, make((rows, width), dtype)) >= rows * width * dtype.itemsize
+
+
+# Attention
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1), (6, 3)])
@@ -141,10 +262,10 @@ def test_masked_slots_are_not_read():
 
 def test_attention_module_is_llamas():
     """Projections, rotation, grouping and output together, on a causal sequence."""
-    config = llama_config(ROPES["llama3"])
+    config = llama_config(LLAMA3)
     config._attn_implementation = "eager"
     theirs = modeling_llama.LlamaAttention(config, 0)
-    ours = Attention(64, 64, 4, 2, 16, Rotary(ROPES["llama3"], 16))
+    ours = Attention(64, 64, 4, 2, 16, Rotary(LLAMA3, 16))
     theirs.load_state_dict(ours.state_dict())
     x, positions = random(1, 9, 64), torch.arange(9)[None]
     causal = torch.ones(9, 9, dtype=torch.bool).tril()[None]

@@ -1,6 +1,7 @@
 """The training-time test: trimmed rollout ≡ dense reference ≡ drafting with a cache ≡ the paper, values and gradients."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,30 +9,23 @@ import torch.nn.functional as F
 from conftest import make_model, make_target, make_tiny_head, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from headwright.data.batch import DocumentFeatures, last_rows, pack
 from headwright.data.rows import plan_rows
 from headwright.data.sampling import Policy
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
+from headwright.heads import fused, layers, rotary
 from headwright.heads.base import Context, make_head
 from headwright.heads.draft_tree import TreeShape
-from headwright.heads.eagle3 import Drafting
-from headwright.heads.layers import RMSNorm
+from headwright.heads.eagle3 import Drafting, Layer
+from headwright.heads.layers import Attention, RMSNorm, SwiGLU
+from headwright.heads.rotary import Rotary, served_rope
 from headwright.heads.ttt import rollout, rollout_reference
 
 WIDTH, TAPS = 32, 3
-
-
-def norm_in_own_dtype(self, x):
-    """RMSNorm without the rounding to fp32, so that fp64 comparisons can be tight."""
-    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-@pytest.fixture
-def fp64(monkeypatch):
-    """Norms that keep fp64."""
-    monkeypatch.setattr(RMSNorm, "forward", norm_in_own_dtype)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +116,7 @@ def compare_with_reference(head, target, batch, steps: int, tolerance: float) ->
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
-def test_rollout_equals_dense_reference_fp64(fp64, heads, target64, steps):
+def test_rollout_equals_dense_reference_fp64(heads, target64, steps):
     batch = pack(documents_for(target64))
     compare_with_reference(heads[torch.float64], target64, batch, steps, 1e-12)
 
@@ -141,11 +135,7 @@ def test_rollout_equals_dense_reference_fp32(heads, tiny, steps):
 def test_rollout_equals_dense_reference_on_any_batch(heads, target64, masks, steps, seed):
     """Any lengths, any turns, documents without an answer."""
     batch = pack([make_document(mask, seed + i, target64) for i, mask in enumerate(masks)])
-    before, RMSNorm.forward = RMSNorm.forward, norm_in_own_dtype
-    try:
-        compare_with_reference(heads[torch.float64], target64, batch, steps, 1e-11)
-    finally:
-        RMSNorm.forward = before
+    compare_with_reference(heads[torch.float64], target64, batch, steps, 1e-11)
 
 
 # The paper's loss, written from its equations: one row at a time, as serving would run it.
@@ -244,7 +234,7 @@ def paper_loss(head, target, documents, steps: int, weight: float, drop: bool = 
 
 
 @pytest.mark.parametrize("out_of_vocab", ["drop", "renormalise"])
-def test_loss_is_that_of_the_paper(fp64, target64, out_of_vocab):
+def test_loss_is_that_of_the_paper(target64, out_of_vocab):
     head = make_tiny_head(target64, steps=3, step_weight=0.7, out_of_vocab=out_of_vocab).double()
     documents = documents_for(target64)
     ours = head.loss(pack(documents), target64).total
@@ -270,7 +260,7 @@ def test_dropping_and_renormalising_differ_exactly_by_the_rows_that_cannot_be_sa
     assert torch.allclose(*map(torch.tensor, totals(None)), rtol=1e-6)
 
 
-def test_packed_equals_sum_of_documents(fp64, heads, target64):
+def test_packed_equals_sum_of_documents(heads, target64):
     head, documents = heads[torch.float64], documents_for(target64, MASKS[:5])
     packed = head.loss(pack(documents), target64)
     alone = [head.loss(pack([document]), target64) for document in documents]
@@ -282,7 +272,7 @@ def test_packed_equals_sum_of_documents(fp64, heads, target64):
         assert torch.allclose(top.double(), sum(part.metrics[name][0].double() for part in alone), rtol=1e-5), name
 
 
-def test_order_of_documents_does_not_matter(fp64, heads, target64):
+def test_order_of_documents_does_not_matter(heads, target64):
     head, documents = heads[torch.float64], documents_for(target64)
     there, back = (head.loss(pack(d), target64).total for d in (documents, documents[::-1]))
     assert torch.allclose(there, back, rtol=1e-6)
@@ -358,10 +348,8 @@ def draft_along(head, target, document, row: int, steps: int):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
-def test_rollout_step_equals_sequential_draft_steps(monkeypatch, heads, tiny, target64, dtype, tolerance):
+def test_rollout_step_equals_sequential_draft_steps(heads, tiny, target64, dtype, tolerance):
     """Row t of step i is what i steps of drafting give after t + 1 committed rows."""
-    if dtype == torch.float64:
-        monkeypatch.setattr(RMSNorm, "forward", norm_in_own_dtype)
     target, head, compared = {torch.float32: tiny, torch.float64: target64}[dtype], heads[dtype], 0
     for document in documents_for(target, MASKS[:5]):
         batch = pack([document])
@@ -494,3 +482,320 @@ def test_full_vocabulary_head_has_every_row(tiny):
     metrics = head.loss(pack(documents_for(tiny)), tiny).metrics
     assert int(metrics["loss_0"][1]) == int(metrics["agree_0"][1])
     assert torch.equal(head.lm_head.weight, tiny.lm_head.weight)
+
+
+# Heads of several layers
+
+
+class Deeper(torch.nn.Module):
+    """An ordinary decoder layer: attention reads the normed feature alone."""
+
+    def __init__(self, spec, inner: int):
+        super().__init__()
+        width, eps = spec.hidden_size, spec.rms_norm_eps
+        turn = Rotary(spec.rope, spec.head_dim)
+        self.self_attn = Attention(width, width, spec.num_heads, spec.num_kv_heads, spec.head_dim, turn)
+        self.mlp = SwiGLU(width, inner)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
+
+    def embedded(self, embedding_XH):
+        raise AssertionError("asked of the first layer only")
+
+    def mix(self, embedding_XH, feature_XH):
+        return self.normed(feature_XH)
+
+    def normed(self, feature_XH):
+        return self.input_layernorm(feature_XH)
+
+    def finish(self, feature_XH, mixed_XQE):
+        middle_XH = feature_XH + self.self_attn.output(mixed_XQE)
+        return middle_XH + self.mlp(self.post_attention_layernorm(middle_XH))
+
+
+def make_layers(spec, depth: int, dtype=torch.float64) -> torch.nn.ModuleList:
+    """EAGLE-3's layer and ordinary ones behind it, every weight random."""
+    generator = torch.Generator().manual_seed(depth)
+    stack = torch.nn.ModuleList([Layer(spec, 24), *(Deeper(spec, 24) for _ in range(depth - 1))]).to(dtype)
+    with torch.no_grad():
+        for weight in stack.parameters():
+            drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3
+            weight.copy_(drawn if weight.dim() > 1 else 1 + drawn)
+    return stack
+
+
+def compare_layers(
+    stack, target, batch, steps: int, tolerance: float, recompute: bool = False
+) -> dict[str, torch.Tensor]:
+    """Values at the computed rows, and gradients of weights and features through the loss-bearing ones, which it returns."""
+    plan, generator = plan_rows(batch, steps), torch.Generator().manual_seed(1)
+    feature_TH = torch.randn(len(batch.ids_T), WIDTH, generator=generator, dtype=torch.float64)
+    feature_TH = feature_TH.to(target.dtype).requires_grad_()
+    trimmed = rollout(stack, target.embed, feature_TH[plan.context_C], plan, recompute)
+    dense = rollout_reference(stack, target.embed, feature_TH, batch, steps)
+    sides = {**dict(stack.named_parameters()), "features": feature_TH}
+    losses = [sum(x.sum() * 0.0 for x in sides.values()) for _ in range(2)]
+    for i, count in enumerate(plan.counts):
+        computed, bears = plan.rows_P[:count], plan.bears_PI[:count, i]
+        assert torch.allclose(trimmed[i], dense[i][computed], rtol=tolerance, atol=tolerance * 10), f"step {i}"
+        probe = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64).to(target.dtype)[bears]
+        parts = (trimmed[i][bears], dense[i][computed[bears]])
+        losses = [loss + (part * probe).sum() for loss, part in zip(losses, parts)]
+    found, wanted = (dict(zip(sides, torch.autograd.grad(loss, list(sides.values())))) for loss in losses)
+    assert_all_close(found, wanted, tolerance * 100)
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rollout_of_several_layers_equals_dense_reference(target64, depth, steps):
+    """Below the last layer every context row is computed at step 0; the deeper layers read features alone."""
+    batch = pack(documents_for(target64))
+    grads = compare_layers(make_layers(target64.spec, depth), target64, batch, steps, 1e-12)
+    assert all(grad.any() for grad in grads.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=13), min_size=1, max_size=4),
+    depth=st.integers(1, 3),
+    steps=st.integers(1, 5),
+    recompute=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rollout_of_several_layers_on_any_batch(target64, masks, depth, steps, recompute, seed):
+    batch = pack([make_document(mask, seed + i, target64) for i, mask in enumerate(masks)])
+    compare_layers(make_layers(target64.spec, depth), target64, batch, steps, 1e-11, recompute)
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 10), (2, 1, 24), (4, 4, 2), (9, 3, 8)], ids=str)
+def test_heads_that_do_not_fill_the_width(target64, shape):
+    """Query heads, key-value heads and head width whose product is not H."""
+    spec = replace(target64.spec, **dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape)))
+    for depth in (1, 2):
+        compare_layers(make_layers(spec, depth), target64, pack(documents_for(target64)), 3, 1e-12)
+
+
+# Ways to run it
+
+
+def loss_and_gradients(head, batch, target, call=None):
+    """Detached, by name."""
+    total = (head.loss if call is None else call)(batch, target).total
+    return total.detach(), gradients(head, total)
+
+
+def kept_entries(head, batch, target) -> int:
+    """Entries of all tensors kept for the backward pass, each once, the weights aside."""
+    kept, weights = {}, {x.untyped_storage().data_ptr() for x in [*head.parameters(), target.embed(batch.ids_T)]}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x  # alive, so that no other tensor gets its address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        head.loss(batch, target)
+    return sum(x.untyped_storage().nbytes() // x.element_size() for x in kept.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_recompute_changes_memory_alone(tiny, autocast):
+    """Bit-equal loss and gradients; of a later step only its output and its own keys and values are kept."""
+    head = make_tiny_head(tiny, steps=5)
+    batch = pack([make_document([False] * 20 + [True] * 180, 3, tiny), *documents_for(tiny)])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain, kept = head.loss(batch, tiny).total, kept_entries(head, batch, tiny)
+        head.engine.recompute = True
+        again, less = head.loss(batch, tiny).total, kept_entries(head, batch, tiny)
+    assert torch.equal(plain, again)
+    wanted, found = gradients(head, plain), gradients(head, again)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert less < 0.6 * kept
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+class LlamaRotary:
+    """The rotation of transformers' Llama."""
+
+    def __init__(self, rope: dict, width: int):
+        shape = {"hidden_size": 4 * width, "num_attention_heads": 4, "head_dim": width}
+        self.angles = modeling_llama.LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=dict(rope)))
+
+    def __call__(self, x_NQE, positions_N):
+        cos_NE, sin_NE = (part[0, :, None] for part in self.angles(x_NQE, positions_N[None]))
+        return x_NQE * cos_NE + modeling_llama.rotate_half(x_NQE) * sin_NE
+
+
+def reference_loss(head, batch, target):
+    """The loss from every row of the dense rollout: Σ_i weight^i Σ KL(p ‖ q_i), where the first choice can be said."""
+    steps, total = head.config.steps, sum(weight.sum() * 0.0 for weight in head.parameters())
+    outputs = rollout_reference([head.midlayer], target.embed, head.fuse(batch.taps_TKD), batch, steps)
+    stored = {position: place for place, position in enumerate(batch.last_index_R.tolist())}
+    for i, bears_T in enumerate(batch.loss_masks(steps).T):
+        for row in torch.nonzero(bears_T)[:, 0].tolist():
+            last, first = (x[stored[row + 1 + i]] for x in (batch.last_RD, batch.argmax_R))
+            if int(first) in head.vocab.ids_W.tolist():
+                p = target.logits(last[None], head.ids_W)[0].softmax(-1)
+                logq = (head.lm_head.weight @ head.norm(outputs[i][row : row + 1])[0]).log_softmax(-1)
+                total = total + head.config.step_weight**i * (torch.xlogy(p, p) - p * logq).sum()
+    return total
+
+
+def head_of(target, spec, dtype=torch.float64, **config):
+    """A random head for a changed spec."""
+    like = make_tiny_head(target, steps=3, **config)
+    head = make_head(like.config, spec, target.taps, like.vocab)
+    head.initialise(target)
+    return head.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_loss_equals_dense_reference_with_every_rope(target64, kind):
+    """The whole loss with its gradients, by transformers' rotation; each rotation has its own loss, but dynamic."""
+    documents = [*documents_for(target64), make_document([False] * 60 + [True] * 9 + [False] + [True] * 5, 4, target64)]
+    batch, totals = pack(documents), {}
+    for rope in {kind, "default"}:
+        torch.manual_seed(0)
+        head = head_of(target64, replace(target64.spec, rope=ROPES[rope]))
+        ours = loss_and_gradients(head, batch, target64)
+        head.midlayer.self_attn.rotary = LlamaRotary(served_rope(ROPES[rope]), head.spec.head_dim)
+        theirs = reference_loss(head, batch, target64)
+        assert torch.allclose(ours[0].double(), theirs, rtol=1e-6)
+        assert_all_close(ours[1], gradients(head, theirs), 1e-6)
+        totals[rope] = float(ours[0])
+    assert (totals[kind] == totals["default"]) == (kind in ("default", "dynamic"))
+
+
+def test_loss_in_bf16_autocast_is_near_fp32(tiny):
+    """A few parts in a thousand of the loss; every gradient finite, in the weight's dtype, and in its direction."""
+    head = make_tiny_head(tiny, steps=3)
+    batch = pack([make_document([False] * 9 + [True] * 60, 3, tiny), *documents_for(tiny)])
+    plain, wanted = loss_and_gradients(head, batch, tiny)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = head.loss(batch, tiny)
+    assert out.total.dtype == torch.float32
+    assert float(out.total) == pytest.approx(float(plain), rel=1e-2)
+    for name, grad in gradients(head, out.total).items():
+        assert grad.dtype == torch.float32
+        assert grad.isfinite().all(), name
+        assert torch.cosine_similarity(grad.flatten(), wanted[name].flatten(), 0) > 0.99, name
+
+
+FUSED = [
+    (layers, "normed"),
+    (layers, "normed_backward"),
+    (layers, "gated"),
+    (layers, "gated_backward"),
+    (rotary, "turned"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x, weight: layers.normed.__wrapped__(x, weight, 1e-5), [(5, 8), (8,)]),
+        (lambda *x: layers.normed_backward.__wrapped__(*x, True), [(5, 8), (5, 8), (8,), (5, 1)]),
+        (layers.gated.__wrapped__, [(5, 8), (5, 8)]),
+        (layers.gated_backward.__wrapped__, [(5, 8), (5, 8), (5, 8)]),
+        (rotary.turned.__wrapped__, [(5, 4, 8), (5, 1, 4), (5, 1, 4)]),
+    ],
+    ids=[name for _, name in FUSED],
+)
+def test_compiled_functions_are_one_graph(function, shapes):
+    """Nothing in them sends the compiler back to Python."""
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+    found, wanted = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")(*inputs), function(*inputs)
+    for ours, theirs in zip(found, wanted):
+        assert torch.allclose(ours, theirs)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """The functions that may be compiled, compiled by dynamo without code of its own."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for module, name in FUSED:
+        monkeypatch.setattr(module, name, fused.fused(getattr(module, name).__wrapped__))
+    monkeypatch.setattr(fused.State, "on", True)
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_functions_compute_the_same(compiler, monkeypatch, tiny):
+    """Norms, activations and rotations through torch.compile; and it has not given up on them."""
+    head, batch = make_tiny_head(tiny, steps=2), pack(documents_for(tiny))
+    found, grads = loss_and_gradients(head, batch, tiny)
+    assert fused.State.on
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(FUSED)
+    monkeypatch.setattr(fused.State, "on", False)
+    plain, wanted = loss_and_gradients(head, batch, tiny)
+    assert torch.allclose(found, plain, rtol=1e-6)
+    assert_all_close(grads, wanted, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_head_computes_the_same(tiny, backend):
+    """torch.compile around the whole head: what it cannot trace it leaves alone."""
+    torch._dynamo.reset()
+    head, batch = make_tiny_head(tiny, steps=3), pack(documents_for(tiny))
+    plain, wanted = loss_and_gradients(head, batch, tiny)
+    found, grads = loss_and_gradients(head, batch, tiny, torch.compile(head, backend=backend))
+    assert torch.allclose(found, plain, rtol=1e-6)
+    assert_all_close(grads, wanted, 1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_loss_of_a_head_in_half_precision(tiny, dtype):
+    """Weights, features and gradients in half precision: near fp32 of the same head."""
+    head, batch = make_tiny_head(tiny, steps=3), pack(documents_for(tiny))
+    plain, wanted = loss_and_gradients(head, batch, tiny)
+    total, grads = loss_and_gradients(head.to(dtype), batch.to("cpu", dtype), tiny)
+    assert float(total) == pytest.approx(float(plain), rel=2e-2)
+    for name, grad in grads.items():
+        assert grad.dtype == dtype
+        assert torch.cosine_similarity(grad.flatten().float(), wanted[name].flatten(), 0) > 0.99, name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_parameter_learns(tiny, steps, recompute):
+    """On a normal batch no gradient is zero, nor that of any column of a projection's token half or feature half."""
+    head = make_tiny_head(tiny, steps=steps)
+    head.engine.recompute = recompute
+    _, grads = loss_and_gradients(head, pack(documents_for(tiny)), tiny)
+    for name, grad in grads.items():
+        assert grad.isfinite().all(), name
+        assert grad.any(), name
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            assert grad.any(0).all(), name
+
+
+def test_frozen_parameters_change_no_other_gradient(tiny):
+    """Each weight frozen in turn: it gets no gradient, and all others get what they got."""
+    head, batch = make_tiny_head(tiny, steps=2), pack(documents_for(tiny))
+    _, wanted = loss_and_gradients(head, batch, tiny)
+    for frozen, weight in head.named_parameters():
+        weight.requires_grad_(False)
+        head.zero_grad()
+        head.loss(batch, tiny).total.backward()
+        weight.requires_grad_(True)
+        assert weight.grad is None
+        rest = {name: other.grad for name, other in head.named_parameters() if name != frozen}
+        assert_all_close(rest, {name: wanted[name] for name in rest}, 1e-6)
