@@ -23,13 +23,13 @@ from headwright.heads.losses import Guess, Loss, Taught, decayed, dpace, rowdot
 
 METRICS = ("loss", "alpha", "agree")
 LEAST_MIB = 32.0
-COPIES = 4  # of a step's [rows, W] in fp32 at a time, besides logits and slopes of all steps: p and what a slope makes
+COPIES = 5  # of a step's [rows, W] in fp32 at a time, besides logits and slopes of all steps: p and what a slope makes
 
 
 @dataclass
 class Chunk:
-    """Pairs step by step (`edges`, I + 1 of them); the target's positions that they need, [first, last); and for each step the
-    range of these that is its own, where it is one.
+    """Pairs step by step (`edges`, I + 1 of them); the target's positions that they need, [first, last) of `positions_M`; and
+    for each step the range of these that is its own, where it is one.
     """
 
     edges: list[int]
@@ -41,19 +41,20 @@ class Chunk:
 @dataclass
 class Pairs:
     """Loss-bearing pairs, ordered by chunk, step and row: a pair's step, its row among the step's (row_N) and among the chunk's
-    (local_N), and the target's position among the chunk's (target_N).
+    (local_N), and the target's position among the chunk's (target_N). positions_M: those of all chunks, one after the other.
     """
 
     step_N: Tensor
     row_N: Tensor
     local_N: Tensor
     target_N: Tensor
+    positions_M: Tensor
     chunks: list[Chunk]
     rows_per_chunk: int
 
     def to(self, device: torch.device | str) -> "Pairs":
         """On `device`."""
-        names = ("step_N", "row_N", "local_N", "target_N")
+        names = ("step_N", "row_N", "local_N", "target_N", "positions_M")
         moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
 
@@ -66,23 +67,26 @@ def plan_pairs(rows: Rows, rows_per_chunk: int) -> Pairs:
     order = torch.argsort(group_N * max(len(rank_P), 1) + rank_P[row_N])
     row_N, step_N = row_N[order], step_N[order]
     target_N = rows.target_PI[row_N, step_N]
-    chunks = plan_chunks(group_N[order], target_N, rows.steps)
-    return Pairs(step_N, row_N, rank_P[row_N] % rows_per_chunk, target_N, chunks, rows_per_chunk)
+    chunks, positions_M = plan_chunks(group_N[order], target_N, rows.steps)
+    return Pairs(step_N, row_N, rank_P[row_N] % rows_per_chunk, target_N, positions_M, chunks, rows_per_chunk)
 
 
-def plan_chunks(group_N: Tensor, target_N: Tensor, steps: int) -> list[Chunk]:
-    """Cut the ordered pairs; makes `target_N` relative to each chunk."""
+def plan_chunks(group_N: Tensor, target_N: Tensor, steps: int) -> tuple[list[Chunk], Tensor]:
+    """Cut the ordered pairs; makes `target_N` relative to each chunk, and gives all chunks' positions."""
     count = int(group_N[-1]) // steps + 1 if len(group_N) else 0
     edges = [0, *torch.bincount(group_N, minlength=count * steps).cumsum(0).tolist()]
-    chunks = []
+    chunks: list[Chunk] = []
+    positions = [target_N[:0]]
     for place in range(count):
         mine = edges[place * steps : (place + 1) * steps + 1]
         if mine[0] < mine[-1]:
-            wanted = target_N[mine[0] : mine[-1]]
-            first, last = int(wanted.min()), int(wanted.max()) + 1
-            wanted -= first
-            chunks.append(Chunk(mine, first, last, [as_range(target_N[a:b]) for a, b in itertools.pairwise(mine)]))
-    return chunks
+            needed, place_n = target_N[mine[0] : mine[-1]].unique(return_inverse=True)
+            target_N[mine[0] : mine[-1]] = place_n
+            first = chunks[-1].last if chunks else 0
+            ranges = [as_range(target_N[a:b]) for a, b in itertools.pairwise(mine)]
+            chunks.append(Chunk(mine, first, first + len(needed), ranges))
+            positions.append(needed)
+    return chunks, torch.cat(positions)
 
 
 def as_range(places: Tensor) -> slice | None:
@@ -121,7 +125,7 @@ class Task:
     """
 
     pairs: Pairs
-    teacher: Callable[[slice], Tensor]
+    teacher: Callable[[Tensor], Tensor]
     logz_R: Tensor
     first_R: Tensor
     loss: Loss
@@ -131,8 +135,11 @@ class Task:
 def chunked_loss(task: Task, weight_WH: Tensor, features: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The weighted sum of all losses, and per step the sums of METRICS [3, I]. `features`: the lm_head's inputs of each step.
 
-    loss: the loss itself; alpha: Σ min(p, q) with p over the whole vocabulary; agree: both first choices are the same.
+    loss: the loss itself; alpha: Σ min(p, q) with p over the whole vocabulary; agree: the target's first choice is the head's,
+    or one of several that tie.
     """
+    if not torch.is_grad_enabled():  # else gradients would be formed for nobody
+        weight_WH, features = weight_WH.detach(), [part.detach() for part in features]
     total, sums = ChunkedFunction.apply(task, weight_WH, *features)
     return total, sums
 
@@ -145,7 +152,7 @@ class ChunkedFunction(torch.autograd.Function):
     def forward(ctx: Any, task: Task, weight_WH: Tensor, *features: Tensor) -> tuple[Tensor, Tensor]:
         kind = features[0].device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features[0].dtype
-        wanted = any(ctx.needs_input_grad[1:])
+        wanted = any(ctx.needs_input_grad[2:])
         with torch.autocast(kind, enabled=False):
             work = Work(task, weight_WH, features, dtype, wanted, ctx.needs_input_grad[1])
             for chunk in task.pairs.chunks:
@@ -160,7 +167,9 @@ class ChunkedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         for_weight, *for_features = ctx.saved_tensors
         weight = None if for_weight is None else (for_weight * grad).to(ctx.weight_dtype)
-        return None, weight, *(part * grad.to(part.dtype) for part in for_features)
+        # in the dtype of `grad`: a loss scale of 65536 is infinite in fp16
+        features = [(part.to(grad.dtype) * grad).to(part.dtype) for part in for_features]
+        return None, weight, *(features or [None] * (len(ctx.needs_input_grad) - 2))
 
 
 class Work:
@@ -199,7 +208,7 @@ class Work:
         else:
             z_nW.copy_(h_nH @ self.weight_WH.T)
         taught, said = self.teach(chunk)
-        first = self.task.first_R[chunk.first : chunk.last]
+        first = self.task.first_R[pairs.positions_M[chunk.first : chunk.last]]
         value_n, right_n = z_nW.new_empty(len(z_nW)), z_nW.new_empty(len(z_nW))
         for step, (where, target) in enumerate(zip(parts, chunk.ranges)):
             rows = target_n[where] if target is None else target
@@ -215,12 +224,13 @@ class Work:
 
     def teach(self, chunk: Chunk) -> tuple[Taught, Tensor]:
         """The target's distributions over the draft vocabulary, renormalised to it, and with the mass that they have."""
-        where = slice(chunk.first, chunk.last)
+        where = self.task.pairs.positions_M[chunk.first : chunk.last]
         logits = self.task.teacher(where).to(self.wide)
         lse = logits.logsumexp(-1)
         mass = (lse - self.task.logz_R[where]).exp_().clamp_max_(1)
         probs = torch.softmax(logits, -1)
-        return Taught(probs, rowdot(probs, logits) - lse), probs * mass[:, None]
+        negentropy = rowdot(probs, logits.clamp_min_(torch.finfo(logits.dtype).min)) - lse  # 0 · −∞ is no number
+        return Taught(probs, negentropy), probs * mass[:, None]
 
     def guess(self, z_nW: Tensor, q_nW: Tensor) -> Guess:
         """Softmax, into `q_nW`, and log-sum-exp."""

@@ -13,7 +13,7 @@ sampled draft:
     topk  −Σ p log q over the target's k first choices (HASS, arXiv 2408.15766)
 
 Each has a plain form, of log q, for reading and for the tests, and a fast one, which gives ∂loss/∂logits in closed form.
-Logarithms are taken of `LEAST` at the least: only the reverse KL of a p that underflowed to zero can tell.
+Logarithms are taken of `LEAST` at the least: only the reverse KL of a p that underflowed to zero can tell, and an α below it.
 """
 
 from collections.abc import Callable
@@ -152,16 +152,22 @@ def jsd_slope(taught: Taught, guess: Guess) -> tuple[Tensor, Tensor]:
 
 def tv_slope(taught: Taught, guess: Guess) -> tuple[Tensor, Tensor]:
     """f' = −1 where q < p, else 0."""
+    alpha, slope = overlap(taught, guess)
+    return 1 - alpha, slope
+
+
+def overlap(taught: Taught, guess: Guess) -> tuple[Tensor, Tensor]:
+    """α, as it is (1 − TV has lost a small one), and the slope of −α."""
     alpha = torch.minimum(taught.p_PW, guess.q_PW).sum(-1)
     inside = (guess.q_PW < taught.p_PW).to(taught.p_PW.dtype)
     share = rowdot(inside, guess.q_PW)
-    return 1 - alpha, (share[:, None] - inside).mul_(guess.q_PW)
+    return alpha, (share[:, None] - inside).mul_(guess.q_PW)
 
 
 def nla_slope(taught: Taught, guess: Guess) -> tuple[Tensor, Tensor]:
     """The slope of TV over α."""
-    distance, slope = tv_slope(taught, guess)
-    alpha = (1 - distance).clamp_min_(LEAST)
+    alpha, slope = overlap(taught, guess)
+    alpha.clamp_min_(LEAST)
     return -alpha.log(), slope.div_(alpha[:, None])
 
 

@@ -1,8 +1,9 @@
 """Rotary positions from a target's rope parameters: types default, linear, dynamic, yarn and llama3.
 
-Engines and transformers agree on all but `dynamic`, which stretches the base by the length of the text (transformers) or
-once for all (vLLM). Up to the target's context the former is the plain rotation; a head of such a target uses that, and its
-export says so (`served_rope`): then every engine computes what was trained. N rows, E head width.
+`served_rope` is what an export carries, so that every engine computes what was trained. `dynamic` stretches the base by the
+length of the text (transformers) or once for all (vLLM): up to the target's context the former is the plain rotation, which a
+head of such a target uses and exports. Of YaRN's scale transformers reads `attention_factor` or `mscale`, SGLang and vLLM a
+factor of their own, `attn_factor`, on the usual scale: an unusual one is exported in both spellings. N rows, E head width.
 """
 
 import math
@@ -27,7 +28,9 @@ class Rotary:
 
     def __call__(self, x_XNE: Tensor, positions_N: Tensor) -> Tensor:
         """Rotate [..., N, heads, E] by [..., N] positions."""
-        angles = positions_N.to(torch.float32)[..., None] * self.frequencies_E2.to(x_XNE.device)
+        if self.frequencies_E2.device != x_XNE.device:  # kept: a copy in every call would wait for the device
+            self.frequencies_E2 = self.frequencies_E2.to(x_XNE.device)
+        angles = positions_N.to(torch.float32)[..., None] * self.frequencies_E2
         cos, sin = ((part * self.scale).to(x_XNE.dtype)[..., None, :] for part in (angles.cos(), angles.sin()))
         out: Tensor = TurnFunction.apply(x_XNE, cos, sin)
         return out
@@ -118,4 +121,9 @@ def served_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """The parameters that an export carries."""
     if rope["rope_type"] == "dynamic":
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    return rope
+    if rope["rope_type"] != "yarn":
+        return rope
+    spoken = ("mscale", "mscale_all_dim", "attention_factor")
+    served = {key: value for key, value in rope.items() if value is not None and key not in spoken}
+    scale, usual = attention_scale(rope), yarn_scale(rope["factor"], 1.0)
+    return served if scale == usual else served | {"attention_factor": scale, "attn_factor": scale / usual}
