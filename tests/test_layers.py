@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from test_rotary import llama_config
 from transformers.models.llama import modeling_llama
 
 from headwright.heads.layers import Attention, GatedFunction, NormFunction, RMSNorm, SwiGLU, attend
@@ -25,18 +25,6 @@ TOLERANCE = {
     torch.float16: 3e-3,
 }  # of the largest entry
 SHAPES = [(5, 24), (2, 3, 24), (2, 1, 3, 24), (0, 24), (0, 3, 24)]
-
-
-def llama_config(rope: dict, width: int = 16) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=4 * width,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=width,
-        intermediate_size=72,
-        max_position_embeddings=4096,
-        rope_parameters=rope,
-    )
 
 
 def random(*shape, seed: int = 0, dtype=torch.float32):

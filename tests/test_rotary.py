@@ -59,6 +59,7 @@ def llama_config(rope: dict, width: int = 16) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=width,
+        intermediate_size=72,
         max_position_embeddings=512,
         rope_parameters=dict(rope),
     )

@@ -49,6 +49,21 @@ class Problem:
         """Rotary positions that a rollout reaches."""
         return self.sequence + self.steps
 
+    def llama(self) -> dict[str, Any]:
+        """The layer as Hugging Face's LlamaConfig describes it."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.longest,
+            "rms_norm_eps": self.epsilon,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+        }
+
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {},

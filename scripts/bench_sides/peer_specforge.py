@@ -18,20 +18,7 @@ def make_config(problem: Problem) -> Any:
     """The draft model's, and the target's as far as its head goes."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=problem.hidden,
-        intermediate_size=problem.intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=problem.heads,
-        num_key_value_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        vocab_size=problem.vocabulary,
-        draft_vocab_size=problem.draft_vocabulary,
-        max_position_embeddings=problem.longest,
-        rms_norm_eps=problem.epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": problem.rope_theta},
-        pretraining_tp=1,
-    )
+    return LlamaConfig(**problem.llama(), draft_vocab_size=problem.draft_vocabulary, pretraining_tp=1)
 
 
 def make_target_head(config: Any, lm_head_VH: Tensor) -> Any:

@@ -18,18 +18,7 @@ def make_config(problem: Problem) -> Any:
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
-    layer = LlamaConfig(
-        hidden_size=problem.hidden,
-        intermediate_size=problem.intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=problem.heads,
-        num_key_value_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        vocab_size=problem.vocabulary,
-        max_position_embeddings=problem.longest,
-        rms_norm_eps=problem.epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": problem.rope_theta},
-    )
+    layer = LlamaConfig(**problem.llama())
     layer._attn_implementation = "sdpa" if problem.device == "cpu" else "simple_flex_attention"
     proposal = GreedyTokenProposalConfig(speculative_tokens=problem.steps)
     verifier = VerifierConfig(name_or_path=None, architectures=[])
