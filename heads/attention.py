@@ -152,17 +152,19 @@ def heads_first(x_NQE: Tensor) -> Tensor:
 class CpuFlash:
     """PyTorch's flash attention for the CPU: any floating dtype, grouped heads without repeating them.
 
-    Its causal form multiplies whole blocks of 512 keys, up to twice what a triangle needs, so long spans are cut.
+    Its causal form multiplies whole blocks of 512 keys, up to twice what a triangle needs, so spans are cut; those with many
+    keys into fewer parts, since each part adds to the gradient of all keys before it.
     """
 
-    ROWS = 192
+    ROWS, MANY, ROWS_OF_MANY = 192, 4096, 1024
 
     @classmethod
     def cut(cls, spans: Spans) -> Iterator[Span]:
         """The same rows as spans of at most ROWS."""
         for start, stop, first, own in spans.parts:
-            for row in range(start, stop, cls.ROWS):
-                yield Span(row, min(row + cls.ROWS, stop), first, own + row - start)
+            rows = cls.ROWS if own + stop - start - first < cls.MANY else cls.ROWS_OF_MANY
+            for row in range(start, stop, rows):
+                yield Span(row, min(row + rows, stop), first, own + row - start)
 
     @staticmethod
     def forward(query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
