@@ -75,7 +75,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     check_parallel(accelerator, model)
     if accelerator.is_main_process:
         save_config(run)  # only now: a run that the checkpoint refuses must not change what lies beside it
-        show_start(run, head, features, state, covered)
+        show_start(run, head, stream, state, covered)
 
     def measure() -> dict[str, float]:
         head.eval()
@@ -210,13 +210,16 @@ def measured_depth(run: RunConfig) -> int:
     return next((shape.depth for shape in run.eval.shapes if shape.kind == "chain"), 5)
 
 
-def show_start(run: RunConfig, head: DraftHead, features: Documents, state: Progress, covered: float) -> None:
+def show_start(run: RunConfig, head: DraftHead, stream: FeatureStream, state: Progress, covered: float) -> None:
     """What is about to be trained."""
+    features, empty = stream.reader, stream.rows.count(0)
     trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     say(
         f"{run.head.kind}: {trained / 1e6:.1f} M parameters, {len(features)} documents, "
         f"{features.manifest.response_tokens} response tokens, steps {state.step} to {state.total}"
     )
+    if empty:
+        say(f"{empty} documents have no two response tokens in a row: there is nothing to learn from them")
     say(f"draft vocabulary: {len(head.vocab)} tokens hold {covered:.1%} of the held-out response tokens")
     if covered < run.vocab.coverage:
         say(f"warning: under {run.vocab.coverage:.0%}; what lies outside can never be accepted: raise vocab.size")
