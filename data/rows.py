@@ -134,7 +134,7 @@ def plan_rows(batch: FeatureBatch, steps: int, teaches_R: Tensor | None = None) 
     ahead_TI = torch.arange(len(batch.ids_T))[:, None] + torch.arange(steps)
     target_TI = torch.where(bears_TI, target_places(batch)[(ahead_TI + 1).clamp(0, max(end, 0))], 0)
     kept_TI = bears_TI if teaches_R is None or not len(teaches_R) else bears_TI & teaches_R[target_TI]
-    reach_T = unbroken(reach(kept_TI), runs_of(bears_TI[:, 0])) if steps else bears_TI.sum(1)
+    reach_T = unbroken(reach(kept_TI), runs_of(bears_TI[:, 0]))
     rows_P = torch.argsort(reach_T, descending=True, stable=True)[: int((reach_T > 0).sum())]
     context_T = needed_context(reach_T > 0, batch.segment_T)
     context_C, place_T = torch.nonzero(context_T)[:, 0], context_T.cumsum(0) - 1

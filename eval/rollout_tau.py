@@ -56,7 +56,7 @@ def rollout_tau(head: DraftHead, target: Target, reader: FeatureReader, depth: i
     total = Cycles()
     for group in whole_batches(reader, tokens_per_batch):
         documents = [reader[document] for document in group]
-        batch = pack(documents).to(target.device, next(head.parameters()).dtype)
+        batch = pack(documents).to(target.device)
         right_TI = head.agreement(batch, target, depth).cpu()
         for mask_T, part in zip((d.mask_T for d in documents), right_TI.split([len(d.ids_T) for d in documents])):
             cycles = replay(mask_T, part)

@@ -185,8 +185,7 @@ class Work:
         weight_wanted: bool,
     ):
         self.task, self.features, self.weight_WH = task, features, weight_WH.to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        self.wide = wide
+        self.wide = wide = torch.promote_types(dtype, torch.float32)
         self.total = weight_WH.new_zeros((), dtype=wide)
         self.sums = weight_WH.new_zeros(len(METRICS), len(features), dtype=wide)
         most = max((chunk.edges[-1] - chunk.edges[0] for chunk in task.pairs.chunks), default=0)
