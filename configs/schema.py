@@ -108,7 +108,7 @@ class RegenerateConfig:
     requests_per_minute: Annotated[int | None, "at most this many over all servers", Gt(0)] = None
     retries: Annotated[int, "attempts after the first, with growing pauses", Ge(0)] = 6
     timeout: Annotated[float, "seconds for one request", Gt(0)] = 300.0
-    head: Annotated[str | None, "in process: a trained head; answers are then drafted, one chat at a time"] = None
+    head: Annotated[str | None, "in process: a trained head that drafts the answers"] = None
 
 
 @dataclass
@@ -197,10 +197,15 @@ class TrainConfig:
 class ShapeConfig:
     """One draft shape to evaluate."""
 
-    kind: Annotated[Literal["chain", "dynamic"], "chain, or the EAGLE-2 dynamic tree"] = "chain"
-    depth: Annotated[int, "drafted tokens below the root", Ge(1)] = 5
+    kind: Annotated[
+        Literal["chain", "dynamic", "static"], "chain, the EAGLE-2 dynamic tree, or a tree of fixed layout"
+    ] = "chain"
+    depth: Annotated[int, "chain, dynamic: drafted tokens below the root", Ge(1)] = 5
     top_k: Annotated[int, "dynamic: children per node and width of a level", Ge(1)] = 1
     nodes: Annotated[int | None, "dynamic: drafted nodes kept for verification", Ge(1)] = None
+    file: Annotated[
+        str | None, "static: a JSON list of rank paths, [[0], [1], [0, 0], …], or a built-in tree: eagle-1"
+    ] = None
 
 
 @dataclass
@@ -211,12 +216,38 @@ class EvalConfig:
     max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 96
     temperatures: Annotated[list[float], "0 is greedy", MinLen(1)] = field(default_factory=lambda: [0.0])
     shapes: Annotated[list[ShapeConfig], "draft shapes", MinLen(1)] = field(default_factory=lambda: [ShapeConfig()])
-    prompt_lookup: Annotated[bool, "also measure a training-free n-gram drafter"] = True
+    verification: Annotated[
+        Literal["auto", "walk", "sampled", "typical"],
+        "above temperature 0: guesses drawn from the head (sampled) or its most likely ones (walk); auto: what is accepted "
+        "longest; typical: Medusa's rule, which is not lossless",
+    ] = "auto"
+    baselines: Annotated[
+        list[Literal["prompt-lookup", "suffix", "retrieval", "lookahead", "early-exit"]],
+        "training-free drafters to measure beside the head, in the first shape that suits each",
+    ] = field(default_factory=lambda: ["prompt-lookup"])
+    draft_model: Annotated[
+        str | None, "a small model with the target's tokenizer, measured as a drafter: hub name or directory"
+    ] = None
     timed_prompts: Annotated[int, "prompts on which the plain baselines are timed", Ge(1)] = 8
     gpu_ceiling: Annotated[
         tuple[float, float],
         "modelled GPU: cost of one draft step and of verifying all nodes, in plain steps",
     ] = (0.05, 1.05)
+
+
+@dataclass
+class TuneConfig:
+    """`headwright tune`: which shapes are compared."""
+
+    depth: Annotated[int, "deepest draft", Ge(1), Le(32)] = 6
+    widths: Annotated[list[Annotated[int, Ge(1)]], "1: chains; others: top_k of dynamic trees", MinLen(1)] = field(
+        default_factory=lambda: [1, 2, 4, 8]
+    )
+    nodes: Annotated[int, "most drafted nodes per pass", Ge(1)] = 64
+    prompts: Annotated[int, "held-out answers on which τ is computed", Ge(1)] = 24
+    real_runs: Annotated[int, "best predicted shapes that are then really run, beside plain decoding", Ge(1)] = 3
+    run_prompts: Annotated[int, "prompts of a real run", Ge(1)] = 8
+    rounds: Annotated[int, "repetitions of each cost measurement; medians are used", Ge(3)] = 15
 
 
 @dataclass
@@ -256,6 +287,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
 
     @property
     def directory(self) -> Path:

@@ -8,7 +8,10 @@ ever attends to them.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from headwright.data.batch import to_device
 
 
 class KVCache:
@@ -42,9 +45,19 @@ class KVCache:
             raise ValueError(f"cache of {self.slots} slots is too small: {end} are needed")
         return end
 
+    def make_room(self, new: int) -> None:
+        """More slots, if `new` tokens in every row would not fit. Drafts of a shape that was not expected are no error."""
+        short = max(self.lengths) + new - self.slots
+        if short > 0:
+            short = max(short, self.slots // 4)  # or the next draft would copy everything again
+            with torch.inference_mode(False):
+                for kept in (self.keys, self.values):
+                    kept[:] = [store if store is None else F.pad(store, (0, 0, 0, short)) for store in kept]
+                self.positions = F.pad(self.positions, (0, short))
+
     def next_slots(self, new: int) -> Tensor:
         """Slots [B, N] that the next `new` tokens of each row take."""
-        start = torch.tensor(self.lengths, device=self.device)
+        start = to_device(torch.tensor(self.lengths), self.device)
         return start[:, None] + torch.arange(new, device=self.device)
 
     def write(self, layer: int, keys_BGNE: Tensor, values_BGNE: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,12 +78,12 @@ class KVCache:
             values[rows, :, slots] = values_BGNE.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
 
-    def store(self, kept: list[Tensor | None], layer: int, made_BGNE: Tensor) -> Tensor:
+    def store(self, kept: list[Tensor | None], layer: int, made_BGNE: Tensor, batch: int | None = None) -> Tensor:
         """The tensor [B, G, S, E] of one layer, made if need be."""
         tensor = kept[layer]
         if tensor is None:
-            batch, heads, _, width = made_BGNE.shape
-            shape = (batch, heads, self.slots, width)
+            rows, heads, _, width = made_BGNE.shape
+            shape = (batch or rows, heads, self.slots, width)
             with torch.inference_mode(False):  # or nobody outside inference mode could keep a path
                 tensor = kept[layer] = torch.zeros(shape, dtype=made_BGNE.dtype, device=made_BGNE.device)
         return tensor
@@ -88,7 +101,7 @@ class KVCache:
         """
         end = self.room(new)
         batch = len(self.lengths)
-        start = torch.tensor(self.lengths, device=self.device)[:, None, None]
+        start = to_device(torch.tensor(self.lengths), self.device)[:, None, None]
         mask = (torch.arange(end, device=self.device) < start).expand(batch, new, end).clone()
         if among_BNN is None:
             among_BNN = torch.ones(new, new, dtype=torch.bool, device=self.device).tril().expand(batch, new, new)
@@ -114,14 +127,59 @@ class KVCache:
             self.positions[row, target] = self.positions[row, source]
         self.lengths[row] += len(path)
 
+    def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
+        """`keep` for every row: of the tokens written last, those with the given offsets."""
+        moved = [row for row, path in enumerate(paths) if list(path) != list(range(len(path)))]
+        if len(moved) > 1:
+            self.move(moved, [paths[row] for row in moved])
+        for row, path in enumerate(paths):
+            if moved == [row]:
+                self.keep(row, path)
+            else:
+                self.lengths[row] += len(path)
+
+    def move(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Several rows' kept tokens to their places, in one copy for each layer; short paths are padded with offsets
+        that stay.
+        """
+        longest = max(map(len, paths))
+        padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])
+        begins = torch.tensor([[self.lengths[row]] for row in rows])
+        owners = to_device(torch.tensor(rows)[:, None], self.device)
+        source = to_device(begins + padded, self.device)
+        target = to_device(begins + torch.arange(longest), self.device)
+        for store in (*self.keys, *self.values):
+            if store is not None:
+                there = store.device
+                store[owners.to(there), :, target.to(there)] = store[owners.to(there), :, source.to(there)]
+        self.positions[owners, target] = self.positions[owners, source]
+
+    def put(self, row: int, other: "KVCache") -> None:
+        """Let `row` hold what the only row of `other` holds: another text takes the place of one that has ended."""
+        length = other.lengths[0]
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, made in enumerate(theirs):
+                if made is not None:
+                    self.store(mine, layer, made, len(self.lengths))[row, :, :length] = made[0, :, :length]
+        self.positions[row, :length] = other.positions[0, :length]
+        self.lengths[row] = length
+
     def truncate(self, row: int, length: int) -> None:
         """Forget all but the first `length` tokens of `row`."""
         self.lengths[row] = min(self.lengths[row], length)
 
+    def copy(self) -> "KVCache":
+        """The same tokens in the same storage, to go on with (`select` then copies what it keeps)."""
+        other = KVCache(len(self.keys), 0, 0, self.device)
+        other.keys, other.values = list(self.keys), list(self.values)
+        other.positions, other.lengths = self.positions, list(self.lengths)
+        return other
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in that order; used when answers of a batch end."""
-        index = torch.tensor(rows, device=self.device)
-        for kept in (self.keys, self.values):
-            kept[:] = [store if store is None else store.index_select(0, index.to(store.device)) for store in kept]
-        self.positions = self.positions.index_select(0, index)
+        with torch.inference_mode(False):  # as in `store`
+            index = torch.tensor(rows, device=self.device)
+            for kept in (self.keys, self.values):
+                kept[:] = [store if store is None else store.index_select(0, index.to(store.device)) for store in kept]
+            self.positions = self.positions.index_select(0, index)
         self.lengths = [self.lengths[row] for row in rows]

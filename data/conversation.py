@@ -89,7 +89,7 @@ def begin(run: RunConfig, target: Target, renderer: Renderer, document: Document
     )
 
 
-Reply = Callable[[Question, int], list[int]]  # (question, longest answer) → the answer's tokens
+Reply = Callable[[Sequence[Question], int], list[list[int]]]  # (questions, longest answer) → the answers' tokens
 
 
 def converse(target: Target, talks: Sequence[Talk], max_new_tokens: int, store: torch.dtype = torch.float32) -> None:
@@ -100,7 +100,15 @@ def converse(target: Target, talks: Sequence[Talk], max_new_tokens: int, store: 
         live = [talk for talk, document in zip(live, said) if talk.take(document, target.spec.eos_token_ids)]
 
 
-def converse_by(reply: Reply, talk: Talk, ends: Sequence[int]) -> None:
-    """The same for one talk whose answers come from elsewhere, as text only."""
-    while (following := talk.answered(reply(talk.question, talk.max_new_tokens), ends)) is not None:
-        talk.question = Question(following, talk.policy, talk.question.seed + 1)
+def converse_by(reply: Reply, talks: Sequence[Talk], max_new_tokens: int, ends: Sequence[int]) -> None:
+    """The same with answers that come from elsewhere, as text only."""
+    live = list(talks)
+    while live:
+        said = reply([talk.question for talk in live], max_new_tokens)
+        going = []
+        for talk, new in zip(live, said):
+            following = talk.answered(new, ends)
+            if following is not None:
+                talk.question = Question(following, talk.policy, talk.question.seed + 1)
+                going.append(talk)
+        live = going

@@ -107,10 +107,10 @@ Result = tuple[Task, list[dict[str, Any]] | None, str]  # the chat, or why there
 
 
 def in_process(run: RunConfig, tasks: Iterator[Task]) -> Iterator[Result]:
-    """By the target itself: many chats at a time, or drafted by a head, one at a time."""
+    """By the target itself, many chats at a time; drafted by a head, if there is one."""
     target = Target.load(run.target, run.harvest.taps, "cuda" if torch.cuda.is_available() else "cpu")
     renderer = renderer_of(run, target.tokenizer)
-    reply = drafted(target, Path(run.regenerate.head)) if run.regenerate.head else None
+    reply = drafted(target, Path(run.regenerate.head), run.answers.rows) if run.regenerate.head else None
     group: list[tuple[Task, Talk]] = []
     for task in tasks:
         try:
@@ -121,7 +121,7 @@ def in_process(run: RunConfig, tasks: Iterator[Task]) -> Iterator[Result]:
             yield task, None, str(error)
             continue
         group.append((task, talk))
-        if len(group) >= (1 if reply else run.answers.rows):
+        if len(group) >= run.answers.rows:
             yield from talked(target, group, run.answers.max_new_tokens, reply)
             group = []
     yield from talked(target, group, run.answers.max_new_tokens, reply)
@@ -134,25 +134,29 @@ def talked(
     if reply is None:
         converse(target, [talk for _, talk in group], max_new_tokens)
     else:
-        for _, talk in group:
-            converse_by(reply, talk, target.spec.eos_token_ids)
+        converse_by(reply, [talk for _, talk in group], max_new_tokens, target.spec.eos_token_ids)
     for task, talk in group:
         yield task, talk.messages, ""
 
 
-def drafted(target: Target, folder: Path) -> Reply:
+def drafted(target: Target, folder: Path, rows: int) -> Reply:
     """Answers by our decoder with a trained head: the target's own text, in fewer passes.
 
     Heads and decoder live to the right of this folder and are found when they are asked for.
     """
-    load_head = importlib.import_module("headwright.heads.base").load_head
-    shape = importlib.import_module("headwright.heads.draft_tree").TreeShape("chain", 5, 1, 5)
-    speculate = importlib.import_module("headwright.eval.decode").speculate
-    head = load_head(folder, target).eval()
+    head = importlib.import_module("headwright.heads.base").load_head(folder, target).eval()
+    shape = importlib.import_module("headwright.heads.draft_tree").TreeShape.chain(5)
+    decode = importlib.import_module("headwright.eval.decode")
 
-    def reply(question: Question, longest: int) -> list[int]:
-        tokens: list[int] = speculate(target, head, question.ids, shape, longest, question.policy, question.seed).tokens
-        return tokens
+    def reply(questions: Sequence[Question], longest: int) -> list[list[int]]:
+        said: list[list[int]] = [[] for _ in questions]
+        for policy in dict.fromkeys(question.policy for question in questions):
+            places = [place for place, question in enumerate(questions) if question.policy == policy]
+            prompts, seeds = [questions[place].ids for place in places], [questions[place].seed for place in places]
+            settings = decode.Settings(shape, longest, policy, batch=rows)
+            for place, text in zip(places, decode.generate(target, head, prompts, settings, seeds).generations):
+                said[place] = text.tokens
+        return said
 
     return reply
 

@@ -1,6 +1,6 @@
 """Sampling policies: from logits to the distribution that a user asked for.
 
-One place for temperature, top-k, top-p and min-p. The same object makes the probabilities for generation, for
+One place for temperature, top-k, top-p, min-p and penalties. The same object makes the probabilities for generation, for
 verification, for the residual and for the bonus token; losslessness rests on that.
 """
 
@@ -13,25 +13,55 @@ from torch import Tensor
 from headwright.configs import UserError
 
 
+@dataclass
+class Said:
+    """Which tokens stand before a place, as masks [..., V]: anywhere in prompt and answer, and in the answer alone."""
+
+    anywhere_XV: Tensor
+    answer_XV: Tensor
+
+
 @dataclass(frozen=True)
 class Policy:
-    """How a token is drawn. temperature 0 is greedy, and then nothing else may be set."""
+    """How a token is drawn. temperature 0 is greedy, and then top_k, top_p and min_p mean nothing.
+
+    repetition_penalty (CTRL, as in transformers and vLLM) divides positive logits and multiplies negative ones of tokens that
+    stand in prompt or answer; presence_penalty (as in vLLM and OpenAI's interface) is subtracted for tokens of the answer.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1 or self.top_k < 0:
             raise UserError(f"sampling policy out of range: {self}")
         if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
             raise UserError(f"{self}: top_k, top_p and min_p mean nothing at temperature 0: leave them out")
+        if not 0 < self.repetition_penalty < math.inf or not math.isfinite(self.presence_penalty):
+            raise UserError(f"sampling policy out of range: {self}")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on what was said before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
+
+    def penalise(self, logits_XV: Tensor, said: Said) -> Tensor:
+        """Logits [..., V] in fp32 after the penalties; what comes before everything else."""
+        logits_XV = logits_XV.float()
+        rate = self.repetition_penalty
+        if rate != 1:
+            weaker_XV = torch.where(logits_XV > 0, logits_XV / rate, logits_XV * rate)
+            logits_XV = torch.where(said.anywhere_XV, weaker_XV, logits_XV)
+        return logits_XV - self.presence_penalty * said.answer_XV
 
     def probs(self, logits_XV: Tensor) -> Tensor:
         """Probabilities [..., V] in fp32. Greedy: all mass on the first maximum."""
@@ -61,7 +91,9 @@ class Policy:
         A full sort of a large vocabulary costs more than a decoding step; the nucleus is nearly always short.
         """
         vocabulary = probs_XV.shape[-1]
-        count = min(self.top_k or 256, vocabulary)
+        count = min(
+            self.top_k or (vocabulary if probs_XV.is_cuda else 256), vocabulary
+        )  # to look would wait for the device
         ranked, order = probs_XV.topk(count, dim=-1)
         while not self.top_k and count < vocabulary and (ranked.sum(-1) < self.top_p).any():
             count = min(count * 8, vocabulary)

@@ -176,6 +176,7 @@ class Target:
         self.own_attention = model.config._attn_implementation
         self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
         self.captured: dict[int, Tensor] = {}
+        self.spare: dict[tuple[int, int], list[Any]] = {}  # caches with captured passes that are free (graphs.py)
         self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.place_hooks()
         try:
@@ -260,6 +261,7 @@ class Target:
         cache: KVCache,
         positions_BN: Tensor | None = None,
         among_BNN: Tensor | None = None,
+        mask_BNS: Tensor | None = None,
     ) -> Features:
         """Run N new tokens behind those in `cache`; write their keys and values, but leave `advance` to the caller.
 
@@ -267,10 +269,12 @@ class Target:
             ids_BN: token ids.
             positions_BN: rotary positions; default: the row's next ones.
             among_BNN: which new tokens see which (a tree); default: causal.
+            mask_BNS: which slots each new token sees; default: all tokens of its row, and the new ones by `among_BNN`.
         """
         if positions_BN is None:
             positions_BN = cache.next_slots(ids_BN.shape[1])
-        mask_BNS = cache.visible(ids_BN.shape[1], among_BNN)
+        if mask_BNS is None:
+            mask_BNS = cache.visible(ids_BN.shape[1], among_BNN)
         cache.place(positions_BN)
         plan = AttentionPlan(mask_BNS, positions_BN, cache.positions[:, : mask_BNS.shape[2]])
         return self.run(ids_BN, positions_BN, plan, CacheAdapter(cache))
@@ -283,7 +287,7 @@ class Target:
         causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         return self.run(ids_BT, positions, AttentionPlan(causal[None], positions[:1], positions[:1], causal=True), None)
 
-    def run(self, ids_BN: Tensor, positions_BN: Tensor, plan: AttentionPlan, cache: CacheAdapter | None) -> Features:
+    def run(self, ids_BN: Tensor, positions_BN: Tensor, plan: AttentionPlan, cache: Any | None) -> Features:
         """One forward of the decoder under our attention."""
         with self.attention(ATTENTION):
             out = self.body(
@@ -293,9 +297,10 @@ class Target:
                 plan=plan,
                 **{self.cache_key: cache},
             )
-        taps = [self.captured[tap].to(self.device) for tap in self.taps]
+        taps = [self.captured[tap].to(self.device) for tap in self.taps if tap in self.captured]
         self.captured.clear()
-        return Features(torch.stack(taps, dim=2), out.last_hidden_state.to(self.device))
+        last_BND = out.last_hidden_state.to(self.device)
+        return Features(torch.stack(taps, dim=2) if taps else last_BND[:, :, None, :0], last_BND)
 
     @contextlib.contextmanager
     def attention(self, name: str) -> Iterator[None]:
@@ -373,6 +378,54 @@ class Target:
                 ),
             )
         return out[0, ids_1T.shape[1] :].tolist()
+
+
+class EarlyExit:
+    """The target's first layers with its final norm and lm_head: a small model that costs no memory (LayerSkip, 2404.16710)."""
+
+    def __init__(self, target: Target, layers: int):
+        if not 0 < layers <= target.spec.num_layers:
+            raise UserError(f"early exit after {layers} layers: the target has {target.spec.num_layers}")
+        self.target, self.exit = target, layers
+        self.first = nn.ModuleList(list(target.body.layers)[:layers])
+
+    @property
+    def spec(self) -> TargetSpec:
+        """The target's."""
+        return self.target.spec
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.device
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """A cache of its own, for these layers."""
+        return KVCache(self.exit, batch, slots, self.device)
+
+    def logits(self, last_XD: Tensor) -> Tensor:
+        """The target's lm_head."""
+        return self.target.logits(last_XD)
+
+    def extend(self, *new: Any, **places: Any) -> Features:
+        """`Target.extend` through the first layers only."""
+        with self.shortened():
+            return self.target.extend(*new, **places)
+
+    def features(self, ids_BT: Tensor) -> Features:
+        """`Target.features` through the first layers only."""
+        with self.shortened():
+            return self.target.features(ids_BT)
+
+    @contextlib.contextmanager
+    def shortened(self) -> Iterator[None]:
+        """The decoder without its other layers for a while."""
+        body, whole = self.target.body, self.target.body.layers
+        body.layers = self.first
+        try:
+            yield
+        finally:
+            body.layers = whole
 
 
 def locate(model: str) -> str:

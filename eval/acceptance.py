@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from headwright.data.harvest import check_offline, store_path
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, write_json
 from headwright.data.target import Target
-from headwright.eval.decode import Drafter, Generation, decode_plain, speculate
-from headwright.eval.drafters import PromptLookup
+from headwright.eval.baselines import others
+from headwright.eval.decode import Generation, Settings, decode_plain, generate_one
+from headwright.eval.drafters import HostDrafter
 from headwright.eval.metrics import (
     DEFINITIONS,
     acceptance_length,
@@ -39,7 +40,7 @@ from headwright.eval.metrics import (
 )
 from headwright.eval.prompts import Prompt, held_out_prompts
 from headwright.eval.report import write_html
-from headwright.heads.base import DraftHead, load_head
+from headwright.heads.base import Drafter, DraftHead, load_head
 from headwright.heads.draft_tree import TreeShape
 
 SECTIONS = ("eval",)
@@ -91,11 +92,8 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     say(f"evaluating on {len(prompts)} held-out prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
     done = Finished(run.directory / "eval.json", identity(run, target, prompts))
     baseline = Baseline.read(done.recall("baseline", lambda: asdict(measure_baseline(run, target, prompts))))
-    drafters: list[tuple[str, Drafter, list[TreeShape]]] = [(run.head.kind, head, shapes)]
-    if run.eval.prompt_lookup:
-        drafters.append(("prompt-lookup", PromptLookup(), [s for s in shapes if s.kind == "chain"][:1]))
     entries = []
-    for name, drafter, its_shapes in drafters:
+    for name, drafter, its_shapes in [(run.head.kind, head, shapes), *others(run, target, shapes)]:
         for policy in policies:
             for shape in its_shapes:
                 work = partial(measure, run, target, name, drafter, shape, policy, prompts, baseline)
@@ -188,9 +186,10 @@ def measure(
 ) -> dict[str, Any]:
     """One entry of the report."""
     limit = run.eval.max_new_tokens
-    speculate(target, drafter, prompts[0].ids, shape, 4, policy)  # warm-up
+    settings = Settings(shape, limit, policy, verification=run.eval.verification)
+    generate_one(target, drafter, prompts[0].ids, replace(settings, max_new_tokens=4))  # warm-up
     runs = [
-        speculate(target, drafter, prompt.ids, shape, limit, policy, seed=run.seed + index)
+        generate_one(target, drafter, prompt.ids, settings, seed=run.seed + index)
         for index, prompt in enumerate(watched(f"{name} {shape.name} T={policy.temperature:g}", prompts))
     ]
     texts = [r.tokens for r in runs]
@@ -208,7 +207,8 @@ def measure(
         **speed(runs, baseline, run.seed),
         "phases_ms": phase_milliseconds(runs),
         "speedup_model": speed_model(run, runs, shape, baseline, isinstance(drafter, DraftHead)),
-        "lossless": losslessness(target, prompts, texts, baseline) if policy.greedy else None,
+        "verification": "walk" if isinstance(drafter, HostDrafter) else settings.rule,
+        "lossless": losslessness(target, prompts, texts, baseline, settings),
         "samples": [sample(target, r, p) for r, p in list(zip(runs, prompts))[:4]],
     }
 
@@ -261,9 +261,15 @@ def speed_model(
 
 
 def losslessness(
-    target: Target, prompts: Sequence[Prompt], texts: Sequence[list[int]], baseline: Baseline
-) -> dict[str, Any]:
-    """Greedy identity with plain decoding; where texts part, the target's logit gap between the two tokens."""
+    target: Target, prompts: Sequence[Prompt], texts: Sequence[list[int]], baseline: Baseline, settings: Settings
+) -> dict[str, Any] | None:
+    """Greedy identity with plain decoding; where texts part, the target's logit gap between the two tokens. None where text is
+    sampled: the rule is then exact, and no two texts can be compared.
+    """
+    if not settings.lossless:
+        return {"rule": "typical acceptance is not lossless: this text is not the target's own"}
+    if not settings.policy.greedy:
+        return None
     different = []
     for prompt, text, plain in zip(prompts, texts, baseline.greedy):
         place = next((i for i, (a, b) in enumerate(zip(text, plain)) if a != b), None)
@@ -366,7 +372,7 @@ def show(report: dict[str, Any]) -> None:
                 f"{entry['tokens_per_second']:.1f}",
                 f"{entry['speedup']:.2f}×",
                 f"{model['modelled_gpu']:.2f}×",
-                "–" if lossless is None else f"{lossless['identical']}/{lossless['prompts']}",
+                same_text(lossless),
             )
         )
     columns = (
@@ -387,6 +393,13 @@ def show(report: dict[str, Any]) -> None:
         f"{first['baseline_hf_tokens_per_second']:.1f} tok/s (transformers' generate)"
     )
     say(verdict(first))
+
+
+def same_text(lossless: dict[str, Any] | None) -> str:
+    """The last column."""
+    if lossless is None:
+        return "–"
+    return "not lossless" if "rule" in lossless else f"{lossless['identical']}/{lossless['prompts']}"
 
 
 def verdict(entry: dict[str, Any]) -> str:

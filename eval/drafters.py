@@ -1,34 +1,82 @@
-"""Training-free drafters: the baselines that a head must beat."""
+"""Drafters that need no training and work on the host: the baselines that a head must beat.
 
-from dataclasses import dataclass, field
+Each keeps what it knows of one text in a memory of its own. Guesses are deterministic, so that the verifier walks.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from headwright.heads.base import Context
-from headwright.heads.draft_tree import Tree, TreeShape, root_only
+from headwright.heads.draft_tree import Tree, TreeShape
+
+# A text's guesses: for each its token and its parent (0: the root, then the guesses from 1)
+Guesses = list[tuple[int, int]]
 
 
-@dataclass
-class History:
-    """The tokens so far."""
+class Rows(list[Any]):
+    """State of drafters that work on the host: one memory per text."""
 
-    tokens: list[int] = field(default_factory=list)
+    def put(self, row: int, other: "Rows") -> None:
+        """Let `row` hold what the only row of `other` holds."""
+        self[row] = other[0]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows`."""
+        self[:] = [self[row] for row in rows]
 
 
-class PromptLookup:
+class HostDrafter:
+    """A drafter by three questions about one text: a new memory, what to learn, what to guess."""
+
+    wants_choices = False
+
+    def remember(self) -> Any:
+        """The memory of a text that is still empty."""
+        raise NotImplementedError
+
+    def learn(self, memory: Any, text: list[int], choices: list[int] | None) -> None:
+        """Take in new tokens, and what the target said about the last guesses."""
+        raise NotImplementedError
+
+    def guess(self, memory: Any, shape: TreeShape) -> Guesses:
+        """Guesses below the last token."""
+        raise NotImplementedError
+
+    def start(self, batch: int, slots: int) -> Rows:
+        """Empty memories."""
+        return Rows(self.remember() for _ in range(batch))
+
+    def absorb(self, state: Rows, context: Context) -> None:
+        """Learn the new tokens."""
+        for row, (memory, text) in enumerate(zip(state, context.texts)):
+            self.learn(memory, text, None if context.choices is None else context.choices[row])
+
+    def propose(self, state: Rows, context: Context, shape: TreeShape) -> Tree:
+        """Learn, then guess."""
+        self.absorb(state, context)
+        return forest(context, [self.guess(memory, shape) for memory in state])
+
+
+class PromptLookup(HostDrafter):
     """Prompt lookup decoding: what followed the last earlier occurrence of the current n-gram, longest n first."""
 
     def __init__(self, longest: int = 3):
         self.longest = longest
 
-    def start(self, batch: int, slots: int) -> History:
-        """An empty history."""
-        return History()
+    def remember(self) -> list[int]:
+        """The tokens so far."""
+        return []
 
-    def propose(self, state: History, context: Context, shape: TreeShape) -> Tree:
-        """A chain of at most `shape.depth` tokens; the root alone where nothing matches."""
-        state.tokens += context.tokens_BM[0].tolist()
-        return chain_of(context, self.lookup(state.tokens, shape.depth))
+    def learn(self, memory: list[int], text: list[int], choices: list[int] | None) -> None:
+        """Remember them."""
+        memory += text
+
+    def guess(self, memory: list[int], shape: TreeShape) -> Guesses:
+        """A chain; nothing where nothing matches."""
+        return chain_of(self.lookup(memory, shape.depth))
 
     def lookup(self, tokens: list[int], count: int) -> list[int]:
         """The continuation of the most recent match."""
@@ -40,11 +88,50 @@ class PromptLookup:
         return []
 
 
-def chain_of(context: Context, guesses: list[int]) -> Tree:
-    """A deterministic chain below the root."""
-    tree = root_only(context.root_B)
-    if not guesses:
-        return tree
-    tokens = torch.tensor([guesses], device=context.root_B.device)
-    line = torch.arange(len(guesses) + 1, device=tokens.device)[None]
-    return Tree(torch.cat([tree.tokens_BN, tokens], 1), line - 1, line, torch.zeros(line.shape, device=tokens.device))
+def chain_of(tokens: Sequence[int]) -> Guesses:
+    """One guess after the other."""
+    return [(token, parent) for parent, token in enumerate(tokens)]
+
+
+def best_first(start: Any, follow: Callable[[Any], Iterable[tuple[int, float, Any]]], shape: TreeShape) -> Guesses:
+    """The likeliest tree within a shape: the best node is taken up, then its children compete.
+
+    Args:
+        follow: (token, probability, place) of what may come after a place; tokens differ. The `shape.top_k` best are used.
+    """
+    found: Guesses = []
+    heap: list[tuple[float, int, int, int, int, Any]] = []  # ties go to what was found first
+    seen = 0
+
+    def offer(place: Any, probability: float, node: int, depth: int) -> None:
+        nonlocal seen
+        for token, share, below in heapq.nlargest(shape.top_k, follow(place), key=lambda option: option[1]):
+            seen += 1
+            heapq.heappush(heap, (-probability * share, seen, token, node, depth, below))
+
+    offer(start, 1.0, 0, 1)
+    while heap and len(found) < shape.nodes:
+        value, _, token, parent, depth, place = heapq.heappop(heap)
+        found.append((token, parent))
+        if depth < shape.depth:
+            offer(place, -value, len(found), depth + 1)
+    return found
+
+
+def forest(context: Context, guesses: Sequence[Guesses]) -> Tree:
+    """Trees of deterministic guesses below the roots. Shorter ones are padded with nodes that have no parent, which nothing
+    reads or accepts.
+    """
+    device, width = context.root_B.device, max(map(len, guesses))
+    tokens, parents, depths = [], [], []
+    for text, below in zip(context.texts, guesses):
+        depth = [0]
+        for _, parent in below:
+            depth.append(depth[parent] + 1)
+        padding = [0] * (width - len(below))
+        tokens.append([text[-1], *(token for token, _ in below), *padding])
+        parents.append([-1, *(parent for _, parent in below), *(-1 for _ in padding)])
+        depths.append(depth + padding)
+    columns = torch.tensor([tokens, parents, depths]).to(device)
+    levels = max(map(max, depths))
+    return Tree(columns[0], columns[1], columns[2], torch.zeros(columns.shape[1:], device=device), levels=levels)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headwright.eval.decode import PHASES, Generation
+from headwright.eval.clock import PHASES
+from headwright.eval.decode import Generation
 
 DEFINITIONS = {
     "acceptance_length": "τ: tokens emitted per cycle, bonus token included, cut at the end of the text; all cycles pooled",

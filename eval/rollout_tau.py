@@ -6,6 +6,7 @@ decoder's counters, up to near-ties when features were stored in less than the t
 steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,29 +38,41 @@ class Cycles:
 
 def replay(mask_T: Tensor, right_TI: Tensor) -> Cycles:
     """The cycles of one document; right[t, i]: row t's guess at step i equals the text. Each answer starts anew."""
+    return cycles_of(mask_T, right_TI.int().cumprod(1).sum(1).tolist())
+
+
+def cycles_of(mask_T: Tensor, accepted: Sequence[int]) -> Cycles:
+    """The cycles of one document, given how many drafts each row would see accepted if a cycle started from it."""
     out = Cycles()
-    runs = right_TI.int().cumprod(1).sum(1).tolist()
     for root, stop in runs_of(mask_T):
         end = stop - 1
         while root < end:
-            accepted = min(runs[root - 1], end - root)
-            emitted = min(accepted + 1, end - root)
-            out.accepted.append(accepted)
+            taken = min(accepted[root - 1], end - root)
+            emitted = min(taken + 1, end - root)
+            out.accepted.append(taken)
             out.emitted.append(emitted)
             root += emitted
     return out
 
 
-@torch.inference_mode()
 def rollout_tau(head: DraftHead, target: Target, reader: FeatureReader, depth: int, tokens_per_batch: int) -> Cycles:
     """All cycles of a greedy chain of `depth` over the stored (greedy, on-policy) documents."""
-    total = Cycles()
+    return rollout_taus(head, target, reader, [depth], tokens_per_batch)[depth]
+
+
+@torch.inference_mode()
+def rollout_taus(
+    head: DraftHead, target: Target, reader: FeatureReader, depths: Sequence[int], tokens_per_batch: int
+) -> dict[int, Cycles]:
+    """The same for several depths, from one rollout of the deepest."""
+    totals = {depth: Cycles() for depth in depths}
     for group in whole_batches(reader, tokens_per_batch):
         documents = [reader[document] for document in group]
         batch = pack(documents).to(target.device)
-        right_TI = head.agreement(batch, target, depth).cpu()
+        right_TI = head.agreement(batch, target, max(depths)).cpu()
         for mask_T, part in zip((d.mask_T for d in documents), right_TI.split([len(d.ids_T) for d in documents])):
-            cycles = replay(mask_T, part)
-            total.accepted += cycles.accepted
-            total.emitted += cycles.emitted
-    return total
+            for depth, total in totals.items():
+                cycles = replay(mask_T, part[:, :depth])
+                total.accepted += cycles.accepted
+                total.emitted += cycles.emitted
+    return totals

@@ -4,8 +4,8 @@ Shapes: B rows, M new rows of context, K taps, D target width, V target vocabula
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwright.configs import UserError
 from headwright.configs.load import build
-from headwright.data.batch import FeatureBatch
+from headwright.data.batch import FeatureBatch, to_device
 from headwright.data.sampling import Policy
 from headwright.data.store import replace_with, save_tensors, write_json
 from headwright.data.target import Target, TargetSpec
@@ -82,10 +82,15 @@ class Export:
 
 @dataclass
 class Context:
-    """What a head learns between two drafts: M newly committed rows, one per token that the target has now processed.
+    """What a drafter learns between two drafts: newly committed rows, one per token that the target has now processed.
 
     Row t carries the feature of position t (taps_BMKD, last_BMD) and the token after it, tokens_BM = x_{t+1}. The last
-    of these is the root: chosen by the target, not yet processed. `uniform` draws a number in [0, 1) for each row [B].
+    of these is the root: chosen by the target, not yet processed. Texts of a batch advance by different numbers of rows:
+    `counts` of each are meant, the rest is padding.
+
+    uniform: draws a number in [0, 1) for each text, [B]. sampled: whether children are to be drawn from the head's distribution
+    under `policy`, or are its most likely tokens. texts: the new tokens on the host; a text's first begin with x_0.
+    choices: for drafters that want them, the target's most likely token at each node of the last tree, accepted or not.
     """
 
     target: Target
@@ -94,17 +99,122 @@ class Context:
     last_BMD: Tensor
     policy: Policy
     uniform: Callable[[], Tensor]
+    counts: list[int] = field(default_factory=list)
+    sampled: bool = False
+    texts: list[list[int]] = field(default_factory=list)
+    choices: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [self.tokens_BM.shape[1]] * len(self.tokens_BM)
+        self.texts = self.texts or [row[:count] for row, count in zip(self.tokens_BM.tolist(), self.counts)]
 
     @property
     def root_B(self) -> Tensor:
         """The token that drafting starts from."""
-        return self.tokens_BM[:, -1]
+        return self.final(self.tokens_BM)
+
+    def final(self, rows_BMX: Tensor) -> Tensor:
+        """Each text's last row that is meant, [B, …]."""
+        if len(set(self.counts)) == 1:
+            return rows_BMX[:, self.counts[0] - 1]
+        ends_B = to_device(torch.tensor(self.counts) - 1, rows_BMX.device)
+        return rows_BMX[torch.arange(len(ends_B), device=ends_B.device), ends_B]
+
+    def part(self, start: int, stop: int) -> "Context":
+        """Rows `start` to `stop` of a single text."""
+        begin = len(self.texts[0]) - self.counts[0]  # x_0 goes with the first part
+        text = self.texts[0][begin + start if start else 0 : begin + stop]
+        rows = slice(start, stop)
+        return replace(
+            self,
+            tokens_BM=self.tokens_BM[:, rows],
+            taps_BMKD=self.taps_BMKD[:, rows],
+            last_BMD=self.last_BMD[:, rows],
+            counts=[stop - start],
+            texts=[text],
+        )
+
+    def rows_of(self, row: int) -> "Context":
+        """One text of the batch, without padding."""
+        rows, count = slice(row, row + 1), self.counts[row]
+        return replace(
+            self,
+            tokens_BM=self.tokens_BM[rows, :count],
+            taps_BMKD=self.taps_BMKD[rows, :count],
+            last_BMD=self.last_BMD[rows, :count],
+            counts=[count],
+            texts=[self.texts[row]],
+            choices=None if self.choices is None else [self.choices[row]],
+        )
+
+    def then(self, other: "Context") -> "Context":
+        """The rows of `other` behind these, for one text."""
+        return replace(
+            other,
+            tokens_BM=torch.cat([self.tokens_BM, other.tokens_BM], 1),
+            taps_BMKD=torch.cat([self.taps_BMKD, other.taps_BMKD], 1),
+            last_BMD=torch.cat([self.last_BMD, other.last_BMD], 1),
+            counts=[self.counts[0] + other.counts[0]],
+            texts=[self.texts[0] + other.texts[0]],
+            choices=self.choices,  # of the last tree that was drafted
+        )
+
+
+def together(contexts: Sequence[Context]) -> Context:
+    """One batch of single texts, padded to the longest."""
+    if len(contexts) == 1:
+        return contexts[0]
+
+    def padded(parts: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence([part[0] for part in parts], batch_first=True)
+
+    known = [context.choices[0] if context.choices is not None else [] for context in contexts]
+    return replace(
+        contexts[0],
+        tokens_BM=padded([context.tokens_BM for context in contexts]),
+        taps_BMKD=padded([context.taps_BMKD for context in contexts]),
+        last_BMD=padded([context.last_BMD for context in contexts]),
+        counts=[context.counts[0] for context in contexts],
+        texts=[context.texts[0] for context in contexts],
+        choices=known if any(known) else None,
+    )
+
+
+class State(Protocol):
+    """What a drafter remembers of the texts of a batch, one row each."""
+
+    def put(self, row: int, other: Any) -> None:
+        """Let `row` hold what the only row of `other` holds."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows`, in that order."""
+        ...
+
+
+class Drafter(Protocol):
+    """Anything that guesses: a head, a small model, or a method that needs no training."""
+
+    wants_choices: bool  # whether contexts should carry `choices`
+
+    def start(self, batch: int, slots: int) -> Any:
+        """Fresh state (`State`) for `batch` texts of at most `slots` tokens, drafts not counted."""
+        ...
+
+    def absorb(self, state: Any, context: Context) -> Any:
+        """Take in rows that the target has confirmed."""
+        ...
+
+    def propose(self, state: Any, context: Context, shape: TreeShape) -> Tree:
+        """Take in the new rows and draft a tree below each root. `state` then holds confirmed rows only."""
+        ...
 
 
 class DraftHead(nn.Module):
     """A head. Subclasses live one to a file, as class `Head`, beside a dataclass `Config` with a field `kind`."""
 
     ids_W: Tensor
+    wants_choices = False
 
     def __init__(self, config: Any, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__()
@@ -130,7 +240,11 @@ class DraftHead(nn.Module):
         return self.loss(batch, target)
 
     def start(self, batch: int, slots: int) -> Any:
-        """Fresh drafting state for `batch` rows of at most `slots` tokens."""
+        """Fresh drafting state for `batch` texts of at most `slots` tokens, drafts not counted."""
+        raise NotImplementedError
+
+    def absorb(self, state: Any, context: Context) -> Any:
+        """Take in rows that the target has confirmed. Returns what drafting from the last of them needs."""
         raise NotImplementedError
 
     def propose(self, state: Any, context: Context, shape: TreeShape) -> Tree:
@@ -142,6 +256,12 @@ class DraftHead(nn.Module):
 
         On text that the target wrote greedily this is what a greedy chain would see, so that τ follows without
         decoding.
+        """
+        raise NotImplementedError
+
+    def ranks(self, batch: FeatureBatch, target: Target, steps: int) -> Tensor:
+        """The place of the text's token among the head's guesses, given that the text came before: [T, steps] on the
+        host, 0 for its first choice. -1 where row t has no guess at step i, or the head cannot say the token.
         """
         raise NotImplementedError
 

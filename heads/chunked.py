@@ -272,3 +272,15 @@ def first_choices(feature_XH: Tensor, weight_WH: Tensor, mib: float | None = Non
     """The most likely draft id of each row [X]."""
     rows = rows_in_memory(weight_WH, 1, mib)
     return torch.cat([F.linear(part, weight_WH).argmax(-1) for part in feature_XH.split(rows)])
+
+
+def ranks_of(feature_XH: Tensor, weight_WH: Tensor, label_X: Tensor, mib: float | None = None) -> Tensor:
+    """How many draft ids stand before `label` in each row [X]; of equal logits the lower id comes first."""
+    found = []
+    rows = rows_in_memory(weight_WH, 1, mib)
+    for part, labels in zip(feature_XH.split(rows), label_X.to(feature_XH.device).split(rows)):
+        logits_XW = F.linear(part, weight_WH)
+        own_X1 = logits_XW.gather(1, labels[:, None])
+        before = torch.arange(logits_XW.shape[1], device=labels.device) < labels[:, None]
+        found.append(((logits_XW > own_X1) | ((logits_XW == own_X1) & before)).sum(1))
+    return torch.cat(found) if found else label_X

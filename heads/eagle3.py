@@ -32,10 +32,12 @@ from headwright.heads.chunked import (
     chunked_loss,
     first_choices,
     plan_pairs,
+    ranks_of,
     rows_in_memory,
 )
-from headwright.heads.draft_tree import Tree, TreeShape, grow
+from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.eagle3_plain import PlainEagle3
+from headwright.heads.grow import Frontier, grow
 from headwright.heads.layers import Attention, RMSNorm, SwiGLU, attend
 from headwright.heads.losses import choose_loss
 from headwright.heads.rotary import Rotary, served_rope
@@ -182,31 +184,39 @@ class Head(DraftHead):
             ]
         return right_TI
 
+    @torch.no_grad()
+    def ranks(self, batch: FeatureBatch, target: Target, steps: int) -> Tensor:
+        """Where the text's token stands among the guesses, [T, steps], on the host."""
+        plan = plan_rows(batch, steps)
+        ranks_TI = torch.full((len(batch.ids_T), steps), -1)
+        for i, output in enumerate(self.rollout(batch, target, plan.to(batch.taps_TKD.device))):
+            label_P = self.choices_V[plan.labels_PI[: len(output), i]]
+            rank_P = ranks_of(self.norm(output), self.lm_head.weight, label_P.clamp_min(0), self.engine.loss_mib)
+            known_P = plan.bears_PI[: len(output), i] & (label_P >= 0)
+            ranks_TI[plan.rows_P[: len(output)], i] = torch.where(known_P, rank_P.cpu(), -1)
+        return ranks_TI
+
     def start(self, batch: int, slots: int) -> KVCache:
-        """The head's own cache: one layer, a slot per row."""
+        """The head's own cache: one layer, a slot per token."""
         return KVCache(1, batch, slots, self.fc.weight.device)
+
+    @torch.inference_mode()
+    def absorb(self, state: KVCache, context: Context) -> Tensor:
+        """Confirmed rows into the cache; the output [B, 1, H] of each text's last one."""
+        feature_BMH = self.fuse(context.taps_BMKD)
+        new = feature_BMH.shape[1]
+        state.make_room(new)
+        embedding_BMH = context.target.embed(context.tokens_BM)
+        hidden_BMH = self.run(state, embedding_BMH, feature_BMH, state.next_slots(new), state.visible(new))
+        state.advance(context.counts)
+        return context.final(hidden_BMH)[:, None]
 
     @torch.inference_mode()
     def propose(self, state: KVCache, context: Context, shape: TreeShape) -> Tree:
         """Take in the rows that the target has confirmed, then draft below the root."""
-        feature_BMH = self.fuse(context.taps_BMKD)
-        positions_BM = state.next_slots(feature_BMH.shape[1])
-        mask = state.visible(feature_BMH.shape[1])
-        hidden_BMH = self.run(state, context.target.embed(context.tokens_BM), feature_BMH, positions_BM, mask)
-        state.advance(feature_BMH.shape[1])
-        drafting = Drafting(self, state, context.target, hidden_BMH[:, -1:])
-        logits_BW = self.logits(hidden_BMH[:, -1])
-        tree = grow(
-            shape,
-            context.root_B,
-            logits_BW,
-            drafting.step,
-            self.ids_W,
-            context.policy,
-            context.uniform,
-            self.spec.vocab_size,
-        )
-        drafting.forget()
+        drafting = Drafting(self, state, context.target, self.absorb(state, context), shape.rows)
+        tree = grow(shape, context, self.logits(drafting.hidden_BkH[:, 0]), drafting.step, self.ids_W)
+        drafting.frontier.forget()
         return tree
 
     def run(self, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -231,43 +241,19 @@ class Head(DraftHead):
 
 
 class Drafting:
-    """One draft: its frontier, and who sees whom among the speculative cache entries."""
+    """One draft: each new node reads its parent's output."""
 
-    def __init__(self, head: Head, cache: KVCache, target: Target, hidden_B1H: Tensor):
-        self.head, self.cache, self.target = head, cache, target
-        self.hidden_BkH = hidden_B1H
-        self.committed = list(cache.lengths)
-        self.depth = 0  # levels below the root that have been run
-        self.sees_Bks = torch.zeros(len(cache.lengths), 1, 0, dtype=torch.bool, device=cache.device)
+    def __init__(self, head: Head, cache: KVCache, target: Target, hidden_B1H: Tensor, rows: int):
+        self.head, self.target, self.hidden_BkH = head, target, hidden_B1H
+        self.frontier = Frontier(cache, rows)
 
     def step(self, tokens_Bk: Tensor, parents_Bk: Tensor) -> Tensor:
-        """Run the head on a new frontier. Each node reads its parent's output, and attends to the committed rows, its
-        ancestors and itself."""
-        batch, count = tokens_Bk.shape
-        start_B = torch.tensor(self.committed, device=tokens_Bk.device)
+        """Run the head on a new frontier."""
         feature_BkH = self.hidden_BkH.gather(1, parents_Bk[..., None].expand(-1, -1, self.hidden_BkH.shape[2]))
-        inherited = self.sees_Bks.gather(1, parents_Bk[..., None].expand(-1, -1, self.sees_Bks.shape[2]))
-        own = torch.eye(count, dtype=torch.bool, device=tokens_Bk.device).expand(batch, count, count)
-        self.sees_Bks = torch.cat([inherited, own], dim=2)
-        positions_Bk = (start_B[:, None] + self.depth).expand(batch, count)
-        self.hidden_BkH = self.head.run(
-            self.cache, self.target.embed(tokens_Bk), feature_BkH, positions_Bk, self.mask(start_B, count)
-        )
-        self.cache.advance(count)
-        self.depth += 1
+        with self.frontier.level(parents_Bk) as (positions_Bk, mask_BkS):
+            embedding_BkH, cache = self.target.embed(tokens_Bk), self.frontier.cache
+            self.hidden_BkH = self.head.run(cache, embedding_BkH, feature_BkH, positions_Bk, mask_BkS)
         return self.head.logits(self.hidden_BkH)
-
-    def mask(self, start_B: Tensor, count: int) -> Tensor:
-        """Attention mask [B, k, S] of the frontier."""
-        slots = torch.arange(self.cache.room(count), device=start_B.device)
-        mask = (slots < start_B[:, None, None]).expand(-1, count, -1).clone()
-        speculative = start_B[:, None, None] + torch.arange(self.sees_Bks.shape[2], device=start_B.device)
-        return mask.scatter_(2, speculative.expand_as(self.sees_Bks), self.sees_Bks)
-
-    def forget(self) -> None:
-        """Drop the speculative entries."""
-        for row, length in enumerate(self.committed):
-            self.cache.truncate(row, length)
 
 
 def step_metrics(sums: Tensor, plan: Rows, batch: FeatureBatch) -> dict[str, tuple[Tensor, Tensor]]:

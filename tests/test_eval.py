@@ -12,10 +12,12 @@ from conftest import TAPS, tiny_run
 from headwright.configs import UserError
 from headwright.data.batch import DocumentFeatures
 from headwright.data.harvest import harvest, store_path
+from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
 from headwright.eval.acceptance import SCHEMA, Baseline, evaluate, losslessness
-from headwright.eval.decode import PHASES, Generation, decode_plain, speculate
+from headwright.eval.clock import PHASES
+from headwright.eval.decode import Generation, Settings, decode_plain, speculate
 from headwright.eval.metrics import (
     DEFINITIONS,
     acceptance_length,
@@ -264,7 +266,8 @@ def test_losslessness_reports_where_texts_part_and_by_how_much(tiny):
     prompts = [Prompt([65, 66, 67 + i], "s", f"p{i}") for i in range(3)]
     plain = [decode_plain(tiny, p.ids, 6).tokens for p in prompts]
     other = [*plain[1][:2], (plain[1][2] + 1) % 272, *plain[1][3:]]
-    found = losslessness(tiny, prompts, [plain[0], other, plain[2][:4]], Baseline([], [], [], plain))
+    settings = Settings(TreeShape.chain(3))
+    found = losslessness(tiny, prompts, [plain[0], other, plain[2][:4]], Baseline([], [], [], plain), settings)
     assert (found["prompts"], found["identical"]) == (3, 1)
     assert found["greedy_identity"] == 1 / 3
     changed, short = found["divergences"]
@@ -272,6 +275,15 @@ def test_losslessness_reports_where_texts_part_and_by_how_much(tiny):
     assert (changed["place"], changed["token"]) == ("p1", 2)
     assert changed["logit_gap"] == pytest.approx(float(logits.max() - logits[other[2]]), rel=1e-4)
     assert short == {"place": "p2", "token": 4, "logit_gap": None}
+
+
+def test_losslessness_is_not_claimed_where_nothing_is_compared(tiny):
+    """Sampled text has no plain twin; typical acceptance says that it is not lossless."""
+    sampled = Settings(TreeShape.chain(3), policy=Policy(0.7))
+    typical = Settings(TreeShape.chain(3), policy=Policy(0.7), verification="typical")
+    nothing = Baseline([], [], [], [])
+    assert losslessness(tiny, [], [], nothing, sampled) is None
+    assert "not lossless" in losslessness(tiny, [], [], nothing, typical)["rule"]
 
 
 # Prompts

@@ -5,11 +5,12 @@ import math
 import pytest
 import scipy.stats
 import torch
+import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headwright.configs import UserError
-from headwright.data.sampling import Policy, draw
+from headwright.data.sampling import Policy, Said, draw
 
 
 def naive(logits: list[float], policy: Policy) -> tuple[list[float], float]:
@@ -136,8 +137,6 @@ def test_half_precision_logits_become_fp32():
 @given(policy=POLICY, seed=st.integers(0, 10**6))
 def test_filters_are_those_of_the_transformers_library(policy, seed):
     """Temperature, top-k, top-p, min-p in the order in which transformers and vLLM chain them."""
-    import transformers
-
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(seed)) * 3
     warpers = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(policy.temperature)])
     if policy.top_k:
@@ -177,6 +176,95 @@ def test_greedy_with_a_filter_is_refused(values):
 def test_temperature_is_a_finite_number(value):
     with pytest.raises(UserError, match="out of range"):
         Policy(value)
+
+
+# Penalties
+
+
+def said_in(prompts: list[list[int]], answers: list[list[int]], vocabulary: int) -> Said:
+    """Masks of what stands in prompts and answers."""
+    masks = torch.zeros(2, len(prompts), vocabulary, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers)):
+        masks[0, row, [*prompt, *answer]] = True
+        masks[1, row, answer] = True
+    return Said(*masks)
+
+
+TOKENS = st.lists(st.integers(0, 19), max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3), rate=st.floats(0.2, 5), seed=st.integers(0, 10**6)
+)
+def test_repetition_penalty_is_that_of_the_transformers_library(rows, rate, seed):
+    """Prompt and answer alike, however often a token was said, positive and negative logits."""
+    logits = torch.randn(len(rows), 20, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[:, 3], logits[:, 4] = 0.0, -torch.inf
+    said = said_in([prompt for prompt, _ in rows], [answer for _, answer in rows], 20)
+    found = Policy(repetition_penalty=rate).penalise(logits, said)
+    for row, (prompt, answer) in enumerate(rows):
+        ids = torch.tensor([[*prompt, *answer]], dtype=torch.long)
+        wanted = transformers.RepetitionPenaltyLogitsProcessor(rate)(ids, logits[row : row + 1].clone())
+        torch.testing.assert_close(found[row : row + 1], wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3),
+    rate=st.sampled_from([0.5, 1.0, 1.5]),
+    presence=st.floats(-2, 2),
+    seed=st.integers(0, 10**6),
+)
+def test_penalties_are_the_naive_ones(rows, rate, presence, seed):
+    """Presence counts the answer alone, once for each token, after repetition."""
+    logits = torch.randn(len(rows), 20, generator=torch.Generator().manual_seed(seed)) * 3
+    said = said_in([prompt for prompt, _ in rows], [answer for _, answer in rows], 20)
+    found = Policy(repetition_penalty=rate, presence_penalty=presence).penalise(logits, said)
+    for row, (prompt, answer) in enumerate(rows):
+        for token, wanted in enumerate(logits[row].tolist()):
+            if token in prompt or token in answer:
+                wanted = wanted / rate if wanted > 0 else wanted * rate
+            if token in answer:
+                wanted -= presence
+            assert float(found[row, token]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_penalties_of_any_leading_shape_leave_their_input_alone():
+    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before, masks = logits.clone(), torch.rand(2, 2, 3, 20, generator=torch.Generator().manual_seed(1)) < 0.5
+    policy = Policy(1.0, repetition_penalty=1.3, presence_penalty=0.4)
+    found = policy.penalise(logits, Said(*masks))
+    assert found.dtype == torch.float32
+    assert torch.equal(logits, before)
+    for row in range(2):
+        for node in range(3):
+            alone = policy.penalise(logits[row, node], Said(masks[0, row, node], masks[1, row, node]))
+            assert torch.equal(found[row, node], alone)
+
+
+def test_which_policies_penalise():
+    assert not Policy().penalises
+    assert not Policy(1.0, top_k=3).penalises
+    assert Policy(repetition_penalty=1.1).penalises
+    assert Policy(repetition_penalty=0.9).penalises
+    assert Policy(presence_penalty=-0.1).penalises
+    logits, masks = torch.randn(4, 9), torch.ones(2, 4, 9, dtype=torch.bool)
+    assert torch.equal(Policy().penalise(logits, Said(*masks)), logits)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_are_finite_numbers(name, value, temperature):
+    with pytest.raises(UserError, match="out of range"):
+        Policy(temperature, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_repetition_penalty_is_positive(value):
+    with pytest.raises(UserError, match="out of range"):
+        Policy(repetition_penalty=value)
 
 
 # Draws
