@@ -289,6 +289,7 @@ class Target:
 
     def run(self, ids_BN: Tensor, positions_BN: Tensor, plan: AttentionPlan, cache: Any | None) -> Features:
         """One forward of the decoder under our attention."""
+        self.captured.clear()  # another pass over the model may have left its states
         with self.attention(ATTENTION):
             out = self.body(
                 input_ids=ids_BN,

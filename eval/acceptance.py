@@ -187,7 +187,7 @@ def measure(
     """One entry of the report."""
     limit = run.eval.max_new_tokens
     settings = Settings(shape, limit, policy, verification=run.eval.verification)
-    generate_one(target, drafter, prompts[0].ids, replace(settings, max_new_tokens=4))  # warm-up
+    warm = generate_one(target, drafter, prompts[0].ids, replace(settings, max_new_tokens=4))
     runs = [
         generate_one(target, drafter, prompt.ids, settings, seed=run.seed + index)
         for index, prompt in enumerate(watched(f"{name} {shape.name} T={policy.temperature:g}", prompts))
@@ -206,6 +206,7 @@ def measure(
         "chars_per_second": characters / sum(r.seconds for r in runs),
         **speed(runs, baseline, run.seed),
         "phases_ms": phase_milliseconds(runs),
+        "warmup_seconds": sum(r.warmup for r in [warm, *runs]),
         "speedup_model": speed_model(run, runs, shape, baseline, isinstance(drafter, DraftHead)),
         "verification": "walk" if isinstance(drafter, HostDrafter) else settings.rule,
         "lossless": losslessness(target, prompts, texts, baseline, settings),

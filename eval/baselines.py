@@ -60,7 +60,7 @@ def datastore(run: RunConfig) -> Datastore:
     """The run's datastore, made once."""
     path = run.directory / "datastore.safetensors"
     source = store_path(run, "train") / "manifest.json"
-    if not path.is_file() or path.stat().st_mtime < source.stat().st_mtime:
+    if not path.is_file() or (source.is_file() and path.stat().st_mtime < source.stat().st_mtime):
         Datastore.of(training_texts(run)).save(path)
     return Datastore.open(path)
 

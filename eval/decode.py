@@ -58,6 +58,10 @@ class Decoder:
         self.seeds = range(len(prompts)) if seeds is None else seeds
         if len(self.seeds) != len(prompts):
             raise ValueError(f"{len(self.seeds)} seeds for {len(prompts)} prompts")
+        if drafter is not None and drafter.deepest is not None and settings.shape.depth > drafter.deepest:
+            raise UserError(
+                f"shape {settings.shape.name} is {settings.shape.depth} deep, this drafter guesses {drafter.deepest} ahead"
+            )
         self.limits = [room_for(target, prompt, settings.max_new_tokens) for prompt in prompts]
         self.size = min(settings.batch, len(prompts))
         self.ends = frozenset(() if settings.ignore_eos else target.spec.eos_token_ids)
@@ -416,7 +420,7 @@ def generate_one(
     """A single text, with its phases."""
     outcome = generate(target, drafter, [prompt], settings, [seed])
     [generation] = outcome.generations
-    generation.phases, generation.seconds = outcome.phases, outcome.seconds
+    generation.phases, generation.seconds, generation.warmup = outcome.phases, outcome.seconds, outcome.warmup
     return generation
 
 

@@ -32,6 +32,7 @@ class HostDrafter:
     """A drafter by three questions about one text: a new memory, what to learn, what to guess."""
 
     wants_choices = False
+    deepest: int | None = None
 
     def remember(self) -> Any:
         """The memory of a text that is still empty."""

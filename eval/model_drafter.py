@@ -56,6 +56,7 @@ class ModelDrafter:
     """Any of these models as a drafter, for chains and trees, greedy and sampled."""
 
     wants_choices = False
+    deepest: int | None = None
 
     def __init__(self, model: Model, vocabulary: int):
         self.model, self.vocabulary = model, min(vocabulary, model.spec.vocab_size)
@@ -71,6 +72,7 @@ class ModelDrafter:
         counts = [len(text) for text in context.texts]
         state.make_room(max(counts))
         padded = torch.tensor([text + [0] * (max(counts) - len(text)) for text in context.texts])
+        padded = padded.clamp_max(self.model.spec.vocab_size - 1)  # tokens of the target's that it has no row for
         last_BMD = self.model.extend(to_device(padded, self.model.device), state).last_BND
         state.advance(counts)
         ends_B = to_device(torch.tensor(counts) - 1, last_BMD.device)
@@ -165,7 +167,10 @@ def pooled(exits: list[tuple[Exit, int]]) -> Exit:
 
 
 def early_exits(target: Target, documents: list[tuple[list[int], list[int]]], candidates: list[int]) -> list[Exit]:
-    """Measure every candidate over documents (ids, rows)."""
+    """Measure every candidate over documents (ids, rows). Raises UserError where they have no rows."""
+    documents = [(ids, rows) for ids, rows in documents if rows]
+    if not documents:
+        raise UserError("early exits are measured on answers, and there is none")
     found = []
     for layers in candidates:
         parts = []

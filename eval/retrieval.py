@@ -51,7 +51,7 @@ class Datastore:
             tokens_T, order_T = tensors["tokens"], tensors["order"]
         except (OSError, SafetensorError, KeyError) as error:
             raise UserError(f"{path}: not a datastore: {error}") from None
-        if tokens_T.shape != order_T.shape or not np.array_equal(np.sort(order_T), np.arange(len(order_T))):
+        if not in_order(tokens_T, order_T):
             raise UserError(
                 f"{path}: not a datastore: the order of its suffixes does not fit its tokens; build it again"
             )
@@ -88,6 +88,20 @@ class Datastore:
             start = int(self.order_T[place]) + length
             text = self.tokens_T[start : start + depth].tolist()
             yield tuple(text[: text.index(BREAK)] if BREAK in text else text)
+
+
+def in_order(tokens_T: Tokens, order_T: Tokens) -> bool:
+    """Whether an order names every suffix once, none before a smaller one by its first 16 tokens."""
+    if tokens_T.shape != order_T.shape or not np.array_equal(np.sort(order_T), np.arange(len(order_T))):
+        return False
+    padded = np.concatenate([tokens_T, np.full(COMPARED, BREAK - 1, dtype=np.int32)])  # what has ended comes first
+    equal = np.ones(max(len(order_T) - 1, 0), dtype=bool)
+    for offset in range(COMPARED):
+        left, right = padded[order_T[:-1] + offset], padded[order_T[1:] + offset]
+        if (equal & (left > right)).any():
+            return False
+        equal &= left == right
+    return True
 
 
 def suffix_order(tokens_T: Tokens) -> Tokens:

@@ -25,6 +25,7 @@ class Generation:
     drafted: list[int] = field(default_factory=list)
     seconds: float = 0.0  # from the prompt's turn to the end of the text
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of a batch of one
+    warmup: float = 0.0  # seconds of capturing passes, likewise
     finish: str = ""  # eos, stop, length (max_new_tokens) or context (the target's)
 
     @property

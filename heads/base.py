@@ -196,6 +196,7 @@ class Drafter(Protocol):
     """Anything that guesses: a head, a small model, or a method that needs no training."""
 
     wants_choices: bool  # whether contexts should carry `choices`
+    deepest: int | None  # how many tokens it can guess ahead; None: any number
 
     def start(self, batch: int, slots: int) -> Any:
         """Fresh state (`State`) for `batch` texts of at most `slots` tokens, drafts not counted."""
@@ -215,6 +216,7 @@ class DraftHead(nn.Module):
 
     ids_W: Tensor
     wants_choices = False
+    deepest: int | None = None
 
     def __init__(self, config: Any, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__()

@@ -130,6 +130,7 @@ class Oracle:
     wrong: Callable[[list[int]], bool] = lambda history: False
     vocab: int = 272
     wants_choices: bool = False
+    deepest: int | None = None
     seen: list[list[list[int]]] = field(default_factory=list)
 
     def start(self, batch: int, slots: int) -> Rows:
@@ -1189,3 +1190,12 @@ def test_replay_of_a_text_that_ends_itself(small, drafty, known):
     cycles = replay(document.mask_T, drafty.agreement(pack([document]), target, 4))
     out = speculate(target, drafty, prompt, CHAIN, 30)
     assert (cycles.accepted, cycles.emitted) == (out.accepted, out.emitted)
+
+
+def test_a_tree_deeper_than_the_drafter_sees_is_refused(small):
+    """Medusa has as many heads as it guesses tokens: a deeper tree would index heads that do not exist."""
+    lookup = PromptLookup()
+    lookup.deepest = 3
+    with pytest.raises(UserError, match="chain-4 is 4 deep, this drafter guesses 3 ahead"):
+        generate(small, lookup, [[1, 2]], Settings(TreeShape.chain(4), 4))
+    assert generate(small, lookup, [[1, 2]], Settings(TreeShape.chain(3), 4)).generations[0].tokens
