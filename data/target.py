@@ -250,6 +250,10 @@ class Target:
             self.kept_rows = (ids_W, self.lm_head.weight[ids_W], None if bias is None else bias[ids_W])
         return self.kept_rows[1], self.kept_rows[2]
 
+    def weights(self) -> int:
+        """Bytes of weights that one decoding step reads: layers and lm_head."""
+        return sum(weight.nbytes for part in (self.body.layers, self.lm_head) for weight in part.parameters())
+
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache for `batch` rows of at most `slots` tokens."""
         return KVCache(self.spec.num_layers, batch, slots, self.device)
@@ -403,6 +407,11 @@ class EarlyExit:
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """A cache of its own, for these layers."""
         return KVCache(self.exit, batch, slots, self.device)
+
+    def weights(self) -> int:
+        """Bytes of weights that one step reads."""
+        with self.shortened():
+            return self.target.weights()
 
     def logits(self, last_XD: Tensor) -> Tensor:
         """The target's lm_head."""

@@ -38,6 +38,7 @@ from headwright.eval.metrics import (
     repeated_4grams,
     tokens_per_second,
 )
+from headwright.eval.model_drafter import ModelDrafter
 from headwright.eval.prompts import Prompt, held_out_prompts
 from headwright.eval.report import write_html
 from headwright.heads.base import Drafter, DraftHead, load_head
@@ -207,7 +208,7 @@ def measure(
         **speed(runs, baseline, run.seed),
         "phases_ms": phase_milliseconds(runs),
         "warmup_seconds": sum(r.warmup for r in [warm, *runs]),
-        "speedup_model": speed_model(run, runs, shape, baseline, isinstance(drafter, DraftHead)),
+        "speedup_model": speed_model(run, runs, shape, baseline, draft_cost(run, drafter, target)),
         "verification": "walk" if isinstance(drafter, HostDrafter) else settings.rule,
         "lossless": losslessness(target, prompts, texts, baseline, settings),
         "samples": [sample(target, r, p) for r, p in list(zip(runs, prompts))[:4]],
@@ -241,14 +242,13 @@ def speed(runs: Sequence[Generation], baseline: Baseline, seed: int) -> dict[str
 
 
 def speed_model(
-    run: RunConfig, runs: Sequence[Generation], shape: TreeShape, baseline: Baseline, trained: bool
+    run: RunConfig, runs: Sequence[Generation], shape: TreeShape, baseline: Baseline, draft_cost: float
 ) -> dict[str, Any]:
     """S = τ / (draft + verify + overhead), in plain steps: as measured here, and modelled for a GPU (not measured)."""
     phases, step = phase_milliseconds(runs), 1000 * baseline.step_seconds()
     tau = acceptance_length(runs)
     overhead = sum(phases[name] for name in ("select", "commit", "other"))
-    draft_cost, verify_cost = run.eval.gpu_ceiling
-    draft_cost = draft_cost if trained else 0.0  # a training-free drafter runs no model
+    verify_cost = run.eval.gpu_ceiling[1]
     return {
         "plain_step_ms": step,
         "draft_in_steps": phases["draft"] / step,
@@ -259,6 +259,15 @@ def speed_model(
         "modelled_gpu": tau / (shape.depth * draft_cost + verify_cost),
         "modelled_gpu_assumes": f"draft step {draft_cost:g}, verification {verify_cost:g} plain steps, batch 1; not measured",
     }
+
+
+def draft_cost(run: RunConfig, drafter: Drafter, target: Target) -> float:
+    """One draft step in plain steps, on the modelled GPU: a head's as the run file says, a model's by the weights that
+    it reads.
+    """
+    if isinstance(drafter, DraftHead):
+        return run.eval.gpu_ceiling[0]
+    return drafter.share(target) if isinstance(drafter, ModelDrafter) else 0.0
 
 
 def losslessness(

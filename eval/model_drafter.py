@@ -51,6 +51,10 @@ class Model(Protocol):
         """Logits from the final state."""
         ...
 
+    def weights(self) -> int:
+        """Bytes that one step reads."""
+        ...
+
 
 class ModelDrafter:
     """Any of these models as a drafter, for chains and trees, greedy and sampled."""
@@ -61,6 +65,10 @@ class ModelDrafter:
     def __init__(self, model: Model, vocabulary: int):
         self.model, self.vocabulary = model, min(vocabulary, model.spec.vocab_size)
         self.ids_W = torch.arange(self.vocabulary, device=model.device)
+
+    def share(self, target: Target) -> float:
+        """Weights that one of its steps reads, over the target's; of embedding tables a step reads a row."""
+        return self.model.weights() / target.weights()
 
     def start(self, batch: int, slots: int) -> KVCache:
         """The model's own cache."""

@@ -1634,3 +1634,11 @@ def test_the_run_file_names_its_baselines(model_dir, chats, tmp_path):
     assert run.eval.baselines == NAMES
     with pytest.raises(UserError, match="baselines"):
         tiny_run(model_dir, chats, tmp_path, eval={"baselines": ["suffix-tree"]})
+
+
+def test_the_share_of_a_model_is_that_of_the_weights_it_reads(tiny):
+    """Layers and lm_head; the target itself reads all of them."""
+    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in tiny.body.layers]
+    head = tiny.lm_head.weight.nbytes
+    assert ModelDrafter(tiny, 272).share(tiny) == 1
+    assert ModelDrafter(EarlyExit(tiny, 3), 272).share(tiny) == (sum(layers[:3]) + head) / (sum(layers) + head)
