@@ -119,7 +119,7 @@ class KVCache:
         """
         start = self.lengths[row]
         if list(path) != list(range(len(path))):
-            source = torch.tensor(path, device=self.device) + start
+            source = to_device(torch.tensor(path) + start, self.device)
             target = slice(start, start + len(path))
             for store in (*self.keys, *self.values):
                 if store is not None:

@@ -82,6 +82,13 @@ class Decoder:
     @torch.inference_mode()
     def cycles(self) -> Iterator[list[News]]:
         """Decode, one target pass at a time. The first news of a text is the token that its prefill gives."""
+        try:
+            yield from self.until_done()
+        finally:  # also where nobody reads on
+            self.close()
+
+    def until_done(self) -> Iterator[list[News]]:
+        """Fill the places, read, and again."""
         while True:
             places = [place for place, row in enumerate(self.rows) if row.out.finish]
             seats: list[Seat] = []
@@ -92,7 +99,6 @@ class Decoder:
                     seats.append(seat)
             self.reseat(places, seats)
             if not self.rows:
-                self.close()
                 return
             yield self.cycle()
 

@@ -167,7 +167,7 @@ def refusal(capsys, stage: str, *arguments: str) -> str:
     return error
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "chat"])  # which reads no run file
 def test_missing_config_file(stage, tmp_path, capsys):
     path = tmp_path / "none.yaml"
     assert refusal(capsys, stage, "--config", str(path)) == f"error: config {path}: no such file\n"

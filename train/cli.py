@@ -15,7 +15,9 @@ STAGES = {
         "headwright.eval.acceptance",
         "measure τ, speed and losslessness; write report.json and report.html",
     ),
+    "tune": ("headwright.eval.tune", "choose the draft shape for this device and these prompts, from measured costs"),
     "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
+    "chat": ("headwright.eval.chat", "talk to a target through a head, accepted draft tokens in colour: --head DIR"),
     "summary": ("headwright.train.summary", "one table over a finished run"),
 }
 
