@@ -190,7 +190,7 @@ class Decoder:
         """Storage for `batch` texts, large enough for every prompt that is to come."""
         target, shape = self.target, self.settings.shape
         longest = max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits))
-        slots = longest + shape.nodes + 2
+        slots = longest + pass_nodes(shape.nodes + 1, batch, target.device) + PADDING
         if self.settings.graphs or (self.settings.graphs is None and target.device.type == "cuda"):
             self.static = take(target, batch, slots)
             self.cache = self.static.cache
@@ -225,6 +225,7 @@ class Decoder:
     def cycle(self) -> list[News]:
         """Draft, one target pass, verify, keep."""
         tree = self.draft()
+        tree = tree.padded(pass_nodes(tree.tokens_BN.shape[1], len(self.rows), self.target.device))
         self.clock.lap("draft")
         features, logits_BNV = self.read(tree)
         self.passes += 1
@@ -383,6 +384,18 @@ class Told:
     def news(self, place: int) -> tuple[list[int], int, int]:
         """New tokens, accepted drafts and guesses of one text."""
         return self.texts[place], len(self.paths[place]) - 1, self.drafted[place]
+
+
+PADDING = 4  # slots that padded nodes may take
+
+
+def pass_nodes(nodes: int, batch: int, device: torch.device) -> int:
+    """How many nodes a pass should have. Matrix products of 2, 3, 6, 7 … rows are slower on CPUs than those of the
+    next multiple of four (docs/performance.md).
+    """
+    if device.type != "cpu" or batch > 1 or nodes % 4 not in (2, 3):
+        return nodes
+    return nodes + -nodes % 4
 
 
 def room_for(target: Target, prompt: Sequence[int], max_new_tokens: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from headwright.data.batch import DocumentFeatures, pack, runs_of
 from headwright.data.sampling import Policy
 from headwright.data.target import Target
+from headwright.eval.decode import pass_nodes
 from headwright.eval.rollout_tau import Cycles, cycles_of
 from headwright.heads.base import Context, DraftHead, together
 from headwright.heads.draft_tree import RankPath, Tree, TreeShape, best_paths, most_nodes, outline
@@ -277,6 +278,7 @@ class Bench:
 
     def verify(self, nodes: int) -> Callable[[], object]:
         """A target pass over so many nodes, with its mask and logits."""
+        nodes = pass_nodes(nodes, 1, self.target.device)
         self.cache.make_room(nodes)
         line = torch.arange(nodes, device=self.target.device)[None]
         tree = Tree(torch.full_like(line, 5), line - 1, line, line.float(), levels=min(nodes - 1, 6))

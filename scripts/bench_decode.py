@@ -29,7 +29,7 @@ from headwright.configs import RunConfig
 from headwright.configs.command import clean_exit
 from headwright.configs.console import say, table
 from headwright.configs.load import load_run
-from headwright.data.batch import DocumentFeatures
+from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.harvest import store_path
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
@@ -40,7 +40,7 @@ from headwright.eval.drafters import PromptLookup
 from headwright.eval.lookahead import Lookahead
 from headwright.eval.metrics import acceptance_length, phase_milliseconds, tokens_per_second
 from headwright.eval.retrieval import Retrieval
-from headwright.eval.rollout_tau import rollout_taus
+from headwright.eval.rollout_tau import replay, rollout_taus
 from headwright.eval.shape import Bench, Costs, between, first_answer, measure_costs, measure_ranks, sparse_shape
 from headwright.eval.suffix import SuffixDrafter, read_corpus
 from headwright.eval.tune import answered, cycle_ms, prompt_of, typical
@@ -251,27 +251,34 @@ def batch_sides(scene: Scene) -> list[tuple[str, TreeShape, Drafter | None]]:
 
 
 def bench_tau(scene: Scene) -> dict[str, Any]:
-    """τ of chains of 1 to 7 by one rollout over stored features, against decoding them."""
+    """τ of chains of 1 to 7 by one rollout over all stored answers, against decoding some of them with a chain of 5."""
     reader = FeatureReader(store_path(scene.run, "held-out"))
     depths = list(range(1, 8))
     begun = time.perf_counter()
     taus = rollout_taus(scene.head, scene.target, reader, depths, scene.run.train.tokens_per_batch)
     replayed = time.perf_counter() - begun
-    documents = [reader[number] for number in range(len(reader))]
-    documents = [document for document in documents if document.mask_T.any()]
-    begun, cycles = time.perf_counter(), 0
-    for document in documents:
+    answers = sum(int(reader[number].mask_T.sum()) for number in range(len(reader)))
+    begun, outs = time.perf_counter(), []
+    for document in scene.documents:
         start, end = first_answer(document)
-        prompt = document.ids_T[:start].tolist()
-        out = generate_one(scene.target, scene.head, prompt, Settings(TreeShape.chain(5), end - start))
-        cycles += len(out.emitted)
-    decoded = time.perf_counter() - begun
+        settings = Settings(TreeShape.chain(5), end - start)
+        outs.append(generate_one(scene.target, scene.head, prompt_of(document), settings))
+    decoded, tokens = time.perf_counter() - begun, sum(len(out.tokens) for out in outs)
+    same = sum(counts(scene, document) == out.accepted for document, out in zip(scene.documents, outs))
+    ratio = decoded / tokens / (replayed / answers)
     say(
-        f"chains of 1 to 7 on {len(documents)} answers by one rollout: {replayed:.1f} s; decoding them once, chain of 5 alone: "
-        f"{decoded:.1f} s, {decoded / replayed:.1f} times as long. Cycles: {len(taus[5].emitted)} and {cycles}"
+        f"chains of 1 to 7 by one rollout: {1000 * replayed / answers:.2f} ms a token ({answers} tokens, {replayed:.1f} s)"
     )
+    say(f"decoding with a chain of 5: {1000 * decoded / tokens:.1f} ms a token, {ratio:.0f} times as long")
+    say(f"the same accepted drafts in every cycle: {same} of {len(outs)} answers")
     table("τ by rollout", ("depth", "τ"), [(depth, f"{taus[depth].acceptance_length:.3f}") for depth in depths])
-    return {"rollout_seconds": replayed, "decode_seconds": decoded, "cycles": [len(taus[5].emitted), cycles]}
+    return {"ratio": ratio, "same": same, "tau": {depth: taus[depth].acceptance_length for depth in depths}}
+
+
+def counts(scene: Scene, document: DocumentFeatures) -> list[int]:
+    """Accepted drafts of each cycle of a chain of 5, by rollout."""
+    batch = pack([document]).to(scene.target.device)
+    return replay(document.mask_T, scene.head.agreement(batch, scene.target, 5).cpu()).accepted
 
 
 def random_target(size: tuple[int, ...], dtype: torch.dtype, device: str) -> Target:

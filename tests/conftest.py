@@ -11,6 +11,7 @@ import transformers
 import headwright.heads
 from headwright.configs import RunConfig
 from headwright.configs.load import build
+from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.harvest import harvest
 from headwright.data.store import store_damage
 from headwright.data.target import Target
@@ -99,6 +100,19 @@ def make_tiny_head(target: Target, size: int | None = 100, seed: int = 1, **conf
     settings = build(headwright.heads.get_head("eagle3").Config, {"kind": "eagle3", **config}, "test")
     head = make_head(settings, target.spec, target.taps, DraftVocab(ids, target.spec.vocab_size))
     head.initialise(target)
+    return head.eval()
+
+
+def fit(
+    head: DraftHead, target: Target, documents: list[DocumentFeatures], steps: int = 60, lr: float = 1e-2
+) -> DraftHead:
+    """A moment of training on the target's own text."""
+    batch = pack(documents)
+    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head.loss(batch, target).total.backward()
+        optimizer.step()
     return head.eval()
 
 

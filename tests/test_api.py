@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from conftest import make_model, make_tiny_head, make_tokenizer
+from conftest import fit, make_model, make_tiny_head, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shape import fit, greedy, with_spec
+from test_shape import greedy, with_spec
 
 import headwright.eval
 from headwright.configs import UserError

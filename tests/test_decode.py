@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, make_model, make_target, make_tiny_head, make_tokenizer
+from conftest import FAMILIES, fit, make_model, make_target, make_tiny_head, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -31,6 +31,7 @@ from headwright.eval.decode import (
     decode_plain,
     generate,
     generate_one,
+    pass_nodes,
     speculate,
 )
 from headwright.eval.drafters import Guesses, PromptLookup, Rows, forest
@@ -73,17 +74,6 @@ def real_prompts(target: Target, count: int) -> list[list[int]]:
     return [ids[i * 53 : i * 53 + 1 + (i * 37) % 61] for i in range(count)]
 
 
-def fit(head, target: Target, questions: list[Question], length: int, steps: int, lr: float):
-    """A moment of training on the target's own text."""
-    batch = pack(answer(target, questions, length))
-    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        head.loss(batch, target).total.backward()
-        optimizer.step()
-    return head.eval()
-
-
 @pytest.fixture(scope="module")
 def small() -> Target:
     return make_small()
@@ -101,7 +91,7 @@ def prompts(small) -> list[list[int]]:
 def drafty(small, prompts):
     """A head that agrees with its target now and then."""
     questions = [Question(prompt, Policy()) for prompt in [*prompts[:24], *PROMPTS]]
-    return fit(make_tiny_head(small, None, steps=3), small, questions, 16, 60, 1e-2)
+    return fit(make_tiny_head(small, None, steps=3), small, answer(small, questions, 16))
 
 
 @pytest.fixture(scope="module")
@@ -882,7 +872,9 @@ def toy_heads(toy):
     """Heads that have seen some of the target's sampled text: full vocabulary, and nine words of twelve."""
     questions = [Question([a, b, 3], TOY, seed=a * WORDS + b) for a in range(4) for b in range(4)]
     return {
-        size: fit(make_tiny_head(toy, size, steps=2, out_of_vocab="renormalise"), toy, questions, 12, 30, 3e-3)
+        size: fit(
+            make_tiny_head(toy, size, steps=2, out_of_vocab="renormalise"), toy, answer(toy, questions, 12), 30, 3e-3
+        )
         for size in (None, 9)
     }
 
@@ -1199,3 +1191,27 @@ def test_a_tree_deeper_than_the_drafter_sees_is_refused(small):
     with pytest.raises(UserError, match="chain-4 is 4 deep, this drafter guesses 3 ahead"):
         generate(small, lookup, [[1, 2]], Settings(TreeShape.chain(4), 4))
     assert generate(small, lookup, [[1, 2]], Settings(TreeShape.chain(3), 4)).generations[0].tokens
+
+
+@pytest.mark.parametrize("nodes", range(1, 30))
+def test_passes_are_padded_to_sizes_that_cpus_are_fast_at(nodes):
+    """Up to the next multiple of four from two below it, at batch 1 on a CPU only."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    found = pass_nodes(nodes, 1, cpu)
+    assert found == (nodes if nodes % 4 in (0, 1) else nodes + 4 - nodes % 4)
+    assert pass_nodes(nodes, 2, cpu) == pass_nodes(nodes, 1, gpu) == nodes
+
+
+def test_padding_changes_no_node(small):
+    """Logits of a padded tree are those of the tree."""
+    line = torch.arange(3)[None]
+    tree = Tree(torch.tensor([[5, 6, 7]]), line - 1, line, torch.zeros(1, 3), levels=2)
+    logits = []
+    for shaped in (tree, tree.padded(8)):
+        decoder = Decoder(small, None, [[1, 2, 3]], Settings(TreeShape.chain(8), 8))
+        next(decoder.cycles())
+        decoder.open(1)
+        small.extend(torch.tensor([[1, 2, 3]]), decoder.cache)
+        decoder.cache.advance(3)
+        logits.append(decoder.read(shaped)[1][:, :3])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, make_model, make_target, make_tiny_head, make_tokenizer
+from conftest import FAMILIES, fit, make_model, make_target, make_tiny_head, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shape import fit, greedy, make_small, real_prompts
+from test_shape import greedy, make_small, real_prompts
 
 from headwright.data import graphs
 from headwright.data.graphs import Passes, StaticPass, give_back, take, whole_steps

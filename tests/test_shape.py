@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import TAPS, make_target, make_tiny_head, tiny_run
+from conftest import TAPS, fit, make_target, make_tiny_head, tiny_run
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -80,17 +80,6 @@ def real_prompts(target: Target, count: int) -> list[list[int]]:
 def greedy(target: Target, prompts: list[list[int]], count: int = NEW) -> list[DocumentFeatures]:
     """What the target says to prompts, with its states."""
     return answer(target, [Question(prompt, Policy()) for prompt in prompts], count)
-
-
-def fit(head, target: Target, documents: list[DocumentFeatures], steps: int = 60, lr: float = 1e-2):
-    """A moment of training on the target's own text."""
-    batch = pack(documents)
-    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        head.loss(batch, target).total.backward()
-        optimizer.step()
-    return head.eval()
 
 
 @pytest.fixture(scope="module")
