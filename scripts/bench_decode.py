@@ -115,7 +115,7 @@ def bench_sides(scene: Scene, rounds: int) -> dict[str, Any]:
     for side in sides:
         generate_one(scene.target, side.drafter, prompt_of(scene.documents[0]), Settings(side.shape, 4))
     scene.target.generate_hf(torch.tensor([prompt_of(scene.documents[0])], device=scene.target.device), 4)
-    before = costs_of(scene)
+    bench, found = Bench(scene.head, scene.target, typical(scene.documents)), []
     for number in range(rounds):
         for place, document in enumerate(scene.documents):
             turn = (place + number) % len(sides)
@@ -123,7 +123,8 @@ def bench_sides(scene: Scene, rounds: int) -> dict[str, Any]:
                 settings = Settings(side.shape, scene.limit)
                 side.runs.append(generate_one(scene.target, side.drafter, prompt_of(document), settings))
             hf.append(timed_hf(scene, prompt_of(document)))
-    costs = mean_costs(before, costs_of(scene))
+            found.append(measure_costs(bench, (1, 2, 4), 5, 30, 0.0, 3))  # among the runs: the machine's speed moves
+    costs = median_costs(found)
     say(f"machine and versions: {stack(scene.target)}")
     return {"costs": costs_json(costs), "hf": hf, "sides": show_sides(scene, sides, costs, hf)}
 
@@ -135,19 +136,15 @@ def timed_hf(scene: Scene, prompt: list[int]) -> tuple[float, int]:
     return time.perf_counter() - begun, len(tokens)
 
 
-def costs_of(scene: Scene) -> Costs:
-    """Measured costs, as `headwright tune` measures them."""
-    return measure_costs(Bench(scene.head, scene.target, typical(scene.documents)), (1, 2, 4), 5, 30, 0.0, 9)
+def median_costs(found: Sequence[Costs]) -> Costs:
+    """Of all measurements."""
 
+    def median(parts: Sequence[dict[int, float]]) -> dict[int, float]:
+        return {key: statistics.median(part[key] for part in parts) for key in parts[0]}
 
-def mean_costs(left: Costs, right: Costs) -> Costs:
-    """Before and after."""
-
-    def mean(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
-        return {key: (a[key] + b[key]) / 2 for key in a}
-
-    first, level = mean(left.first, right.first), mean(left.level, right.level)
-    return Costs(mean(left.verify, right.verify), first, level, 0.0, (left.plain + right.plain) / 2)
+    verify, first, level = ([getattr(costs, name) for costs in found] for name in ("verify", "first", "level"))
+    passes = median(verify)
+    return Costs(passes, median(first), median(level), 0.0, passes[1])
 
 
 def costs_json(costs: Costs) -> dict[str, Any]:
