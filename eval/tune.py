@@ -86,7 +86,13 @@ def answered(run: RunConfig, reader: FeatureReader) -> list[DocumentFeatures]:
     found = [d for d in documents if first_answer(d)[1] - first_answer(d)[0] > 2 and first_answer(d)[0] > 2]
     if not found:
         raise UserError(f"{reader.root}: no held-out answer of three tokens or more; raise corpus.held_out")
-    return found[: run.tune.prompts]
+    return spread(found, run.tune.prompts)
+
+
+def spread(documents: Sequence[DocumentFeatures], count: int) -> list[DocumentFeatures]:
+    """So many of them, evenly from a store whose documents are sorted by length."""
+    step = max(len(documents) / count, 1.0)
+    return [documents[int(place * step)] for place in range(min(count, len(documents)))]
 
 
 def typical(documents: Sequence[DocumentFeatures]) -> DocumentFeatures:
@@ -162,7 +168,7 @@ def try_best(
     """Real runs, in turn with plain decoding, prompt by prompt."""
     plain: list[Generation] = []
     runs: list[list[Generation]] = [[] for _ in predictions]
-    for document in documents[: run.tune.run_prompts]:
+    for document in spread(documents, run.tune.run_prompts):
         prompt, limit = prompt_of(document), length_of(document)
         plain.append(decode_plain(target, prompt, limit))
         for found, outs in zip(predictions, runs):

@@ -43,7 +43,7 @@ from headwright.eval.retrieval import Retrieval
 from headwright.eval.rollout_tau import replay, rollout_taus
 from headwright.eval.shape import Bench, Costs, between, first_answer, measure_costs, measure_ranks, sparse_shape
 from headwright.eval.suffix import SuffixDrafter, read_corpus
-from headwright.eval.tune import answered, cycle_ms, prompt_of, typical
+from headwright.eval.tune import answered, cycle_ms, prompt_of, spread, typical
 from headwright.heads.base import Drafter, DraftHead, load_head
 from headwright.heads.draft_tree import TreeShape
 
@@ -82,7 +82,7 @@ class Scene:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         target = Target.load(run.target, reader.manifest.taps, device)
         head = load_head(run.directory / "head", target).eval()
-        return cls(run, target, head, answered(run, reader)[: arguments.prompts], arguments.tokens)
+        return cls(run, target, head, spread(answered(run, reader), arguments.prompts), arguments.tokens)
 
 
 def sides_of(scene: Scene) -> list[Side]:

@@ -48,7 +48,7 @@ from headwright.eval.shape import (
     widest,
     widths_of,
 )
-from headwright.eval.tune import Trial, tune, verdict
+from headwright.eval.tune import Trial, spread, tune, verdict
 from headwright.heads.base import Context, load_head
 from headwright.heads.chunked import ranks_of
 from headwright.heads.draft_tree import TreeShape, best_paths, most_nodes
@@ -917,3 +917,9 @@ def test_help_explains_every_key(monkeypatch, capsys):
         assert words
         assert f"tune.{name} = {getattr(TuneConfig(), name)}" in flat
         assert " ".join(words.split()) in flat
+
+
+@pytest.mark.parametrize(("count", "places"), [(1, [0]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))])
+def test_documents_are_taken_from_all_lengths(count, places):
+    """A store is sorted by length: the first ones would all be short."""
+    assert spread(list(range(10)), count) == places
