@@ -247,7 +247,7 @@ class TuneConfig:
     prompts: Annotated[int, "held-out answers on which τ is computed", Ge(1)] = 24
     real_runs: Annotated[int, "best predicted shapes that are then really run, beside plain decoding", Ge(1)] = 3
     run_prompts: Annotated[int, "prompts of a real run", Ge(1)] = 8
-    rounds: Annotated[int, "repetitions of each cost measurement; medians are used", Ge(3)] = 15
+    rounds: Annotated[int, "bursts in which each cost is measured; medians are used", Ge(1)] = 3
 
 
 @dataclass

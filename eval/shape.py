@@ -244,18 +244,29 @@ def accepted_by(paths: set[RankPath], ranks: Sequence[int]) -> int:
 # Costs
 
 
+WARM, TIMED = 3, 6  # calls of a burst
+
+
 def medians_ms(jobs: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, float]:
-    """Milliseconds of each job, the device's work included. Jobs take turns, so that a slow moment of the machine meets all."""
+    """Milliseconds of each job, the device's work included.
+
+    Jobs take turns, so that a slow moment of the machine meets all. Each turn is a burst, because decoding repeats the same
+    pass, and processors slow down under sustained load; the first calls of a burst are not counted.
+    """
     times: dict[Any, list[float]] = {name: [] for name in jobs}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for name, job in jobs.items():
-            wait()
-            begun = time.perf_counter()
-            job()
-            wait()
-            if number:  # the first round warms up
-                times[name].append(1000 * (time.perf_counter() - begun))
+            times[name] += [timed_ms(job) for _ in range(WARM + TIMED)][WARM:]
     return {name: statistics.median(found) for name, found in times.items()}
+
+
+def timed_ms(job: Callable[[], object]) -> float:
+    """Milliseconds of one call."""
+    wait()
+    begun = time.perf_counter()
+    job()
+    wait()
+    return 1000 * (time.perf_counter() - begun)
 
 
 def wait() -> None:

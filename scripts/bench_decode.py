@@ -123,7 +123,7 @@ def bench_sides(scene: Scene, rounds: int) -> dict[str, Any]:
                 settings = Settings(side.shape, scene.limit)
                 side.runs.append(generate_one(scene.target, side.drafter, prompt_of(document), settings))
             hf.append(timed_hf(scene, prompt_of(document)))
-            found.append(measure_costs(bench, (1, 2, 4), 5, 30, 0.0, 3))  # among the runs: the machine's speed moves
+            found.append(measure_costs(bench, (1, 2, 4), 5, 30, 0.0, 1))  # among the runs: the machine's speed moves
     costs = median_costs(found)
     say(f"machine and versions: {stack(scene.target)}")
     return {"costs": costs_json(costs), "hf": hf, "sides": show_sides(scene, sides, costs, hf)}

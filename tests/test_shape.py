@@ -517,10 +517,11 @@ def test_speedup_is_tau_over_relative_cost(emitted, plain, draft, verify, overhe
     assert found.accepted == [sum(count > level for count in emitted) / len(emitted) for level in (1, 2, 3)]
 
 
-def test_jobs_take_turns_and_the_first_round_warms_up(monkeypatch):
+def test_jobs_take_turns_in_bursts_whose_first_calls_warm_up(monkeypatch):
     """On a clock that only jobs move."""
     now, calls = [0.0], []
-    spent = {"a": [9.0, 1.0, 2.0, 6.0], "b": [9.0, 0.5, 0.1, 0.2]}
+    cold = [9.0] * shape_module.WARM
+    spent = {"a": 2 * (cold + [1.0, 2.0, 6.0] * 2), "b": 2 * (cold + [0.5, 0.1, 0.2] * 2)}
     monkeypatch.setattr(shape_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def job(name):
@@ -530,8 +531,9 @@ def test_jobs_take_turns_and_the_first_round_warms_up(monkeypatch):
 
         return work
 
-    found = medians_ms({name: job(name) for name in spent}, 3)
-    assert calls == ["a", "b"] * 4
+    found = medians_ms({name: job(name) for name in spent}, 2)
+    burst = shape_module.WARM + shape_module.TIMED
+    assert calls == (["a"] * burst + ["b"] * burst) * 2
     assert found == {"a": pytest.approx(2000), "b": pytest.approx(200)}
 
 

@@ -340,7 +340,7 @@ def draft_along(head, target, document, row: int, steps: int):
     embedding = target.embed(document.ids_T[None, 1 : row + 2])
     hidden = head.run(state, embedding, feature, state.next_slots(row + 1), state.visible(row + 1))
     state.advance(row + 1)
-    drafting = Drafting(head, state, target, hidden[:, -1:])
+    drafting = Drafting(head, state, target, hidden[:, -1:], steps)
     yield hidden[0, -1], head.logits(hidden[0, -1])
     for i in range(1, steps):
         logits = drafting.step(document.ids_T[None, row + 1 + i : row + 2 + i], torch.zeros(1, 1, dtype=torch.long))
