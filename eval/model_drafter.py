@@ -142,12 +142,18 @@ class Exit:
 
 
 @torch.inference_mode()
-def measure_exit(target: Target, layers: int, ids_1T: Tensor, rows_R: Tensor) -> Exit:
-    """Compare the guesses after `layers` layers with the target's own, at rows R of a text."""
+def own_choices(target: Target, ids_1T: Tensor, rows_R: Tensor) -> Tensor:
+    """The target's most likely token at rows R of a text."""
+    return target.logits(target.features(ids_1T).last_BND[0, rows_R]).argmax(-1)
+
+
+@torch.inference_mode()
+def measure_exit(target: Target, layers: int, ids_1T: Tensor, rows_R: Tensor, own_R: Tensor) -> Exit:
+    """Compare the guesses after `layers` layers with the target's own choices, at rows R of a text."""
     early = EarlyExit(target, layers)
     probs_RV = target.logits(early.features(ids_1T).last_BND[0, rows_R]).float().softmax(-1)
     sure_R, guess_R = probs_RV.max(-1)
-    right_R = guess_R == target.logits(target.features(ids_1T).last_BND[0, rows_R]).argmax(-1)
+    right_R = guess_R == own_R
     return Exit(
         layers,
         float(right_R.float().mean()),
@@ -179,15 +185,13 @@ def early_exits(target: Target, documents: list[tuple[list[int], list[int]]], ca
     documents = [(ids, rows) for ids, rows in documents if rows]
     if not documents:
         raise UserError("early exits are measured on answers, and there is none")
-    found = []
-    for layers in candidates:
-        parts = []
-        for ids, rows in documents:
-            ids_1T = torch.tensor([ids], device=target.device)
-            rows_R = torch.tensor(rows, device=target.device)
-            parts.append((measure_exit(target, layers, ids_1T, rows_R), len(rows)))
-        found.append(pooled(parts))
-    return found
+    parts: list[list[tuple[Exit, int]]] = [[] for _ in candidates]
+    for ids, rows in documents:
+        ids_1T, rows_R = torch.tensor([ids], device=target.device), torch.tensor(rows, device=target.device)
+        own_R = own_choices(target, ids_1T, rows_R)
+        for layers, found in zip(candidates, parts):
+            found.append((measure_exit(target, layers, ids_1T, rows_R, own_R), len(rows)))
+    return [pooled(found) for found in parts]
 
 
 def best_exit(exits: list[Exit], layers: int, depths: range, verify: float) -> tuple[Exit, int, float]:

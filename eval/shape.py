@@ -160,7 +160,7 @@ class Recorded:
     """Ranks of the text's path for one width at every place: all depths and node counts follow."""
 
     def __init__(self, head: DraftHead, target: Target, documents: Sequence[DocumentFeatures], depth: int, top_k: int):
-        self.documents, self.top_k = documents, top_k
+        self.documents = documents
         places = []
         for place, tree in drafts_everywhere(head, target, documents, widest(top_k, depth)):
             text = torch.tensor([text_after(document, place, depth) for document in documents])
@@ -173,9 +173,8 @@ class Recorded:
         accepted_BP = kept_BPD.int().cumprod(2).sum(2)
         total = Cycles()
         for document, accepted_P in zip(self.documents, accepted_BP.tolist()):
-            start, end = first_answer(document)
-            by_row = {start + place - 1: count for place, count in enumerate(accepted_P[: end - start])}
-            add(total, first_cycles(document, lambda row, known=by_row: known.get(row, 0)))  # type: ignore[misc]
+            before = [0] * (first_answer(document)[0] - 1)  # rows from which no cycle starts
+            add(total, first_cycles(document, before + accepted_P))
         return total
 
 
@@ -184,12 +183,12 @@ def on_host(tree: Tree) -> Tree:
     return Tree(tree.tokens_BN.cpu(), tree.parents_BN.cpu(), tree.depth_BN.cpu(), tree.logprobs_BN.cpu())
 
 
-def first_cycles(document: DocumentFeatures, accepted: Callable[[int], int]) -> Cycles:
-    """The cycles of a document's first answer."""
+def first_cycles(document: DocumentFeatures, accepted: Sequence[int]) -> Cycles:
+    """The cycles of a document's first answer, given how many drafts each row would see accepted."""
     start, end = first_answer(document)
     mask_T = torch.zeros_like(document.mask_T)
     mask_T[start:end] = True
-    return cycles_of(mask_T, [accepted(row) for row in range(len(document.ids_T))])
+    return cycles_of(mask_T, accepted)
 
 
 def add(total: Cycles, more: Cycles) -> None:
@@ -228,8 +227,7 @@ def static_cycles(documents: Sequence[DocumentFeatures], ranks: Sequence[Tensor]
     paths = set(shape.paths)
     total = Cycles()
     for document, ranks_TD in zip(documents, ranks):
-        rows = ranks_TD.tolist()
-        add(total, first_cycles(document, lambda row, rows=rows: accepted_by(paths, rows[row])))  # type: ignore[misc]
+        add(total, first_cycles(document, [accepted_by(paths, row) for row in ranks_TD.tolist()]))
     return total
 
 

@@ -152,13 +152,8 @@ class Rejection:
     """The children of one node per row, tried in the order in which they were drawn."""
 
     def __init__(self, tree: Tree, proposal: Proposal, logits_BNV: Tensor, policy: Policy, uniform: Uniform):
-        self.tree, self.proposal, self.logits_BNV, self.policy, self.uniform = (
-            tree,
-            proposal,
-            logits_BNV,
-            policy,
-            uniform,
-        )
+        self.tree, self.proposal, self.logits_BNV = tree, proposal, logits_BNV
+        self.policy, self.uniform = policy, uniform
         device = tree.tokens_BN.device
         self.layout = layout_of(proposal.of, proposal.children, device)
         self.draft_of_V = torch.zeros(logits_BNV.shape[-1], dtype=torch.long, device=device)

@@ -16,6 +16,7 @@ from headwright.data.harvest import harvest
 from headwright.data.store import store_damage
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
+from headwright.eval.settings import Generation
 from headwright.heads.base import DraftHead, make_head
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +115,15 @@ def fit(
         head.loss(batch, target).total.backward()
         optimizer.step()
     return head.eval()
+
+
+def counted(generations: list[Generation], begin: tuple[int, int], words: int) -> torch.Tensor:
+    """How often each token came after each pair of tokens [V, V, V], over texts that go on from `begin`."""
+    seen = torch.zeros(words, words, words, dtype=torch.float64)
+    for out in generations:
+        line = torch.tensor([*begin, *out.tokens])
+        seen.index_put_((line[:-2], line[1:-1], line[2:]), torch.ones(len(line) - 2, dtype=torch.float64), True)
+    return seen
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, fit, make_model, make_target, make_tiny_head, make_tokenizer
+from conftest import FAMILIES, counted, fit, make_model, make_target, make_tiny_head, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -901,10 +901,7 @@ def sample(toy, drafter, shape, policy=TOY, texts: int = 240, length: int = 90, 
 
 def p_value(generations: list[Generation], probs_VVV: torch.Tensor) -> float:
     """χ² of every step given the two tokens before it; a token that the target cannot say gives 0."""
-    seen = torch.zeros(WORDS, WORDS, WORDS, dtype=torch.float64)
-    for out in generations:
-        line = torch.tensor([1, 5, *out.tokens])
-        seen.index_put_((line[:-2], line[1:-1], line[2:]), torch.ones(len(line) - 2, dtype=torch.float64), True)
+    seen = counted(generations, (1, 5), WORDS)
     assert seen.sum() >= 20000
     wanted = seen.sum(-1, keepdim=True) * probs_VVV.double()
     if (seen[wanted == 0] > 0).any():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB, make_model, make_target, make_tokenizer, tiny_run
+from conftest import FAMILIES, VOCAB, counted, make_model, make_target, make_tokenizer, tiny_run
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -40,6 +40,7 @@ from headwright.eval.model_drafter import (
     best_exit,
     early_exits,
     measure_exit,
+    own_choices,
     pooled,
     small_model,
 )
@@ -262,10 +263,7 @@ def steps(toy) -> torch.Tensor:
 
 def p_value(generations: list[Generation], probs_VVV: torch.Tensor) -> float:
     """χ² of every step given the two tokens before it; a token that the target cannot say gives 0."""
-    seen = torch.zeros(WORDS, WORDS, WORDS, dtype=torch.float64)
-    for out in generations:
-        line = torch.tensor([1, 5, *out.tokens])
-        seen.index_put_((line[:-2], line[1:-1], line[2:]), torch.ones(len(line) - 2, dtype=torch.float64), True)
+    seen = counted(generations, (1, 5), WORDS)
     assert seen.sum() >= 20000
     wanted = seen.sum(-1, keepdim=True) * probs_VVV.double()
     if (seen[wanted == 0] > 0).any():
@@ -1229,13 +1227,19 @@ def test_the_exit_report_is_that_of_a_count(small, tiny, corpus):
         assert math.isnan(found.confidence_wrong)
 
 
+def exit_at(target: Target, ids: list[int], rows: list[int]) -> Exit:
+    """The exit after one layer, at some rows of a text."""
+    ids_1T, rows_R = torch.tensor([ids]), torch.tensor(rows)
+    return measure_exit(target, 1, ids_1T, rows_R, own_choices(target, ids_1T, rows_R))
+
+
 def test_measure_exit_reads_only_its_rows(small, corpus):
     """Other tokens behind the last row change nothing."""
     ids, rows = corpus[3], [2, 5, 6]
-    whole = measure_exit(small, 1, torch.tensor([ids]), torch.tensor(rows))
-    cut = measure_exit(small, 1, torch.tensor([[*ids[:7], 9, 9]]), torch.tensor(rows))
+    whole = exit_at(small, ids, rows)
+    cut = exit_at(small, [*ids[:7], 9, 9], rows)
     assert dataclasses.astuple(cut) == pytest.approx(dataclasses.astuple(whole), nan_ok=True)
-    one, two = (measure_exit(small, 1, torch.tensor([ids]), torch.tensor(part)) for part in (rows[:1], rows[1:]))
+    one, two = (exit_at(small, ids, part) for part in (rows[:1], rows[1:]))
     both = pooled([(one, 1), (two, 2)])
     assert [both.layers, both.agreement] == [1, pytest.approx(whole.agreement)]
     assert both.confidence_right == pytest.approx(whole.confidence_right, nan_ok=True)

@@ -80,17 +80,13 @@ def test_without_a_rule_it_always_drafts():
     assert all(run(Pace(None), lambda n: 1))
 
 
+# What RULE makes of guesses that are never right: windows of three cycles between ever longer rests
+RHYTHM = [(True, 3), (False, 5), (True, 3), (False, 10), (True, 3), (False, 12), (True, 3)]
+
+
 def test_it_rests_after_a_bad_window_and_longer_each_time():
     """Rests double up to the longest; between them one window is tried."""
-    assert stretches(run(Pace(RULE), lambda n: 1))[:7] == [
-        (True, 3),
-        (False, 5),
-        (True, 3),
-        (False, 10),
-        (True, 3),
-        (False, 12),
-        (True, 3),
-    ]
+    assert stretches(run(Pace(RULE), lambda n: 1))[:7] == RHYTHM
 
 
 def test_break_even_still_drafts():
@@ -184,15 +180,7 @@ def test_a_bad_drafter_rests_and_the_text_stays(small, known, prompts, plain):
         out = generate_one(small, bad, prompt, rules(bad.shape))
         assert out.tokens == text
         check_counters(out)
-        assert cycles_that_drafted(out) == [
-            (True, 3),
-            (False, 5),
-            (True, 3),
-            (False, 10),
-            (True, 3),
-            (False, 12),
-            (True, 3),
-        ]
+        assert cycles_that_drafted(out) == RHYTHM
     free = generate_one(small, bad, prompts[0], rules(bad.shape, fallback=None))
     assert all(free.drafted)
 
