@@ -41,6 +41,8 @@ def check_run(run: RunConfig, where: str) -> None:
     """Rules that concern more than one key."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", run.name):
         raise UserError(f"{where}: name is {run.name!r}: give a name of letters, digits, '.', '_' and '-'")
+    if run.features is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", run.features):
+        raise UserError(f"{where}: features is {run.features!r}: give the name of a run in {run.runs}/")
     if not run.target.model:
         raise UserError(f"{where}: target.model is empty: give a hub name or a model directory")
     for index, source in enumerate(run.corpus.sources):

@@ -117,7 +117,7 @@ class HarvestConfig:
 
     taps: Annotated[
         list[int] | Literal["auto"],
-        "states of the residual stream, tap i = after i layers; auto: (2, L//2, L-3)",
+        "states of the residual stream, tap i = after i layers; auto: those that the head reads",
     ] = "auto"
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8", "fp8-taps"],
@@ -179,6 +179,10 @@ class TrainConfig:
     compile: Annotated[
         Literal["auto", "on", "off"], "torch.compile of norms, activations and losses; auto: on GPUs"
     ] = "auto"
+    warm_start: Annotated[
+        str | None,
+        "directory of a trained head to start from: whatever fits is taken over, lm_head rows token by token",
+    ] = None
     workers: Annotated[int, "threads that read features ahead of the training step", Ge(1)] = 2
     lr: Annotated[float, "peak learning rate", Gt(0)] = 1e-4
     betas: Annotated[tuple[float, float], "AdamW"] = (0.9, 0.95)
@@ -276,6 +280,7 @@ class RunConfig:
     name: Annotated[str, "names the run directory"] = ""
     runs: Annotated[str, "where run directories live"] = "runs"
     seed: Annotated[int, "of everything random"] = 0
+    features: Annotated[str | None, "name of the run whose harvested features are used; default: this run's own"] = None
     target: TargetConfig = field(default_factory=TargetConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)

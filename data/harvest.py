@@ -28,6 +28,7 @@ from headwright.data.generate import read_documents
 from headwright.data.jobs import Job, Jobs, check_ids, collect_jobs, flat
 from headwright.data.store import (
     DTYPES,
+    FeatureReader,
     FeatureWriter,
     Manifest,
     read_manifest,
@@ -77,12 +78,34 @@ def launched(name: str, default: int) -> int:
 
 def store_path(run: RunConfig, side: str) -> Path:
     """Where the features of `train` or `held-out` lie."""
-    return run.directory / ("features" if side == "train" else "features-held-out")
+    owner = run.directory if run.features is None else Path(run.runs) / run.features
+    return owner / ("features" if side == "train" else "features-held-out")
+
+
+def taps_to_harvest(run: RunConfig) -> Any:
+    """The run file's taps, or a function from the number of layers to those that the head reads."""
+    return run.harvest.taps if isinstance(run.harvest.taps, list) else run.head.choose_taps
+
+
+def open_store(run: RunConfig, side: str) -> FeatureReader:
+    """A store of the run, with the taps that its head reads. Raises UserError where it lacks one."""
+    root = store_path(run, side)
+    manifest = read_manifest(root)
+    wanted = run.head.choose_taps(manifest.target["num_layers"], tuple(manifest.taps))
+    missing = [tap for tap in wanted if tap not in manifest.taps]
+    if missing:
+        raise UserError(
+            f"{root}: holds taps {manifest.taps} ({root.parent / 'config.yaml'} made it), and the {run.head.kind} head reads "
+            f"{list(wanted)}: harvest with harvest.taps={sorted({*manifest.taps, *missing})}, or train on taps that are there"
+        )
+    return FeatureReader(root, wanted)
 
 
 def harvest(run: RunConfig, dry_run: bool = False) -> None:
     """Both sides of the corpus, each into its own store. With live features the training side is left to training."""
     check_features(run)
+    if run.features is not None:
+        raise UserError(f"this run uses the features of {run.features}: harvest that run, or set features to null")
     if dry_run:
         check_offline(run)
         return
@@ -91,7 +114,7 @@ def harvest(run: RunConfig, dry_run: bool = False) -> None:
         corpus = read_corpus(run.corpus, run.seed, run.directory)
         if state.is_main_process:
             show_corpus(corpus, run.corpus.sources)
-        target = Target.load(run.target, run.harvest.taps, state.device)
+        target = Target.load(run.target, taps_to_harvest(run), state.device)
         names = ["train", "held-out"] if run.harvest.features == "stored" else ["held-out"]
         sides = [open_side(run, target, name, side_of(corpus, name), corpus.skipped) for name in names]
         if run.harvest.check_disk:

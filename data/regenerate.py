@@ -25,7 +25,7 @@ from headwright.configs.console import progress, say, table
 from headwright.data.conversation import Reply, Talk, begin, converse, converse_by
 from headwright.data.corpus import Corpus, Document, read_corpus
 from headwright.data.generate import Question
-from headwright.data.harvest import alone, check_offline, renderer_of, save_skipped
+from headwright.data.harvest import alone, check_offline, renderer_of, save_skipped, taps_to_harvest
 from headwright.data.jobs import policy_of, seed_of
 from headwright.data.server import answer_over_servers
 from headwright.data.store import write_json
@@ -108,7 +108,7 @@ Result = tuple[Task, list[dict[str, Any]] | None, str]  # the chat, or why there
 
 def in_process(run: RunConfig, tasks: Iterator[Task]) -> Iterator[Result]:
     """By the target itself, many chats at a time; drafted by a head, if there is one."""
-    target = Target.load(run.target, run.harvest.taps, "cuda" if torch.cuda.is_available() else "cpu")
+    target = Target.load(run.target, taps_to_harvest(run), "cuda" if torch.cuda.is_available() else "cpu")
     renderer = renderer_of(run, target.tokenizer)
     reply = drafted(target, Path(run.regenerate.head), run.answers.rows) if run.regenerate.head else None
     group: list[tuple[Task, Talk]] = []

@@ -23,7 +23,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -300,13 +300,17 @@ class OpenShards(OrderedDict[int, Shard]):
 class FeatureReader:
     """Random access to the documents of a complete store.
 
-    Opening reads the index only. Shards are memory-mapped when they are first needed; a document's checksum is compared
-    when it is first read. What is returned are views of the mapped file.
+    `taps`: those of the stored ones that are wanted. Opening reads the index only. Shards are memory-mapped when they are first
+    needed; a document's checksum is compared when it is first read. What is returned are views of the mapped file.
     """
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, taps: Sequence[int] | None = None):
         self.root = root
         self.manifest = read_manifest(root)
+        self.columns: list[int] | None = None
+        if taps is not None and list(taps) != self.manifest.taps:
+            self.columns = [self.manifest.taps.index(tap) for tap in taps]
+            self.manifest = replace(self.manifest, taps=list(taps))
         if not self.manifest.complete:
             raise UserError(f"{root}: the harvest is not finished: run it again, it continues where it stopped")
         self.places = read_index(root, self.manifest.index)
@@ -335,7 +339,7 @@ class FeatureReader:
         row = document - self.first[index]
         found = stored_document(self.shard(index), row, self.manifest.dtype, check=not self.checked[document])
         self.checked[document] = 1
-        return found
+        return found if self.columns is None else replace(found, taps_TKD=found.taps_TKD[:, self.columns])
 
     def __iter__(self) -> Iterator[DocumentFeatures]:
         return (self[document] for document in range(len(self)))

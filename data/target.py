@@ -10,7 +10,7 @@ after the final norm, the lm_head's direct input. `Target.check` proves both aga
 import contextlib
 import inspect
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from headwright.data.cache import KVCache
 from headwright.data.demo import embedded_target
 
 ATTENTION = "headwright"
+Taps = Sequence[int] | Callable[[int], Sequence[int]]
 transformers.utils.logging.disable_progress_bar()
 
 
@@ -161,7 +162,7 @@ class Target:
         model: Any,
         tokenizer: Any,
         name: str,
-        taps: Sequence[int] | str,
+        taps: Taps,
         revision: str | None = None,
         stored: torch.dtype | None = None,
     ):
@@ -170,6 +171,7 @@ class Target:
         self.body = model.get_decoder()
         if not isinstance(getattr(self.body, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: {type(model).__name__} has no list of decoder layers to read states from")
+        self.norm = [child for name, child in self.body.named_children() if "norm" in name or name == "ln_f"][-1]
         self.text = model.config.get_text_config()
         self.taps = choose_taps(taps, len(self.body.layers), name)
         self.spec = read_spec(model, tokenizer, name, revision, stored or model.dtype)
@@ -187,9 +189,7 @@ class Target:
             ) from None
 
     @classmethod
-    def load(
-        cls, config: TargetConfig, taps: Sequence[int] | str = "auto", device: str | torch.device = "cpu"
-    ) -> "Target":
+    def load(cls, config: TargetConfig, taps: Taps = (0,), device: str | torch.device = "cpu") -> "Target":
         """The model that `config` names, on `device`, its contract checked. Raises UserError if it cannot be had."""
         device = torch.device(device)
         where = locate(config.model)
@@ -234,10 +234,20 @@ class Target:
         weight, asked = self.lm_head.weight, last_XD.device
         last_XD = last_XD.to(weight.device, weight.dtype)
         logits_XV = self.lm_head(last_XD) if ids_W is None else F.linear(last_XD, *self.lm_head_rows(ids_W))
-        scale = getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0)
-        logits_XV = logits_XV if scale == 1.0 else logits_XV * scale
+        logits_XV = logits_XV if self.logit_scale == 1.0 else logits_XV * self.logit_scale
         cap = getattr(self.text, "final_logit_softcapping", None)
         return (logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap).to(asked)
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor between the lm_head's product and the logits."""
+        return float(getattr(self.text, "logit_scale", 1.0) / getattr(self.text, "logits_scaling", 1.0))
+
+    def final_norm(self, state_XD: Tensor) -> Tensor:
+        """`last`, of the residual stream after the last layer (tap L)."""
+        weight = next(self.norm.parameters())
+        out: Tensor = self.norm(state_XD.to(weight.device, weight.dtype))
+        return out.to(state_XD.device, state_XD.dtype)
 
     def lm_head_rows(self, ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
         """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every
@@ -355,6 +365,8 @@ class Target:
         pairs["the last hidden state"] = (ours.last_BND, theirs.hidden_states[-1])
         pairs["the logits"] = (self.logits(ours.last_BND), theirs.logits)
         pairs["cached extension"] = (torch.cat([first.last_BND, rest.last_BND], 1), theirs.hidden_states[-1])
+        if self.taps[-1] == self.spec.num_layers:
+            pairs["the final norm"] = (self.final_norm(ours.taps_BNKD[:, :, -1]), theirs.hidden_states[-1])
         for what, (mine, reference) in pairs.items():
             self.compare(what, mine, reference)
 
@@ -491,14 +503,15 @@ def cpu_has_bfloat16() -> bool:
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
-def choose_taps(taps: Sequence[int] | str, layers: int, name: str) -> tuple[int, ...]:
-    """The taps as ascending indices into the residual stream, or UserError."""
-    if isinstance(taps, str):
-        if layers < 7:
+def choose_taps(taps: Taps, layers: int, name: str) -> tuple[int, ...]:
+    """The taps as ascending indices into the residual stream, or UserError. A function gives those of a number of layers."""
+    if callable(taps):
+        found = tuple(taps(layers))
+        if list(found) != sorted(set(found)):
             raise UserError(
                 f"target {name} has {layers} layers: harvest.taps auto needs 7; give the taps, such as [0, {layers // 2}]"
             )
-        return (2, layers // 2, layers - 3)
+        return choose_taps(found, layers, name)
     if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
         raise UserError(
             f"harvest.taps {list(taps)}: give ascending, distinct numbers from 0 to {layers} (tap i = after i layers)"

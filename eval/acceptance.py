@@ -22,9 +22,9 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import progress, say, table
 from headwright.data.generate import Question, answer
-from headwright.data.harvest import check_offline, store_path
+from headwright.data.harvest import check_offline, open_store
 from headwright.data.sampling import Policy
-from headwright.data.store import FeatureReader, checksum, write_json
+from headwright.data.store import checksum, write_json
 from headwright.data.target import Target
 from headwright.eval.baselines import others
 from headwright.eval.decode import Generation, Settings, decode_plain, generate_one
@@ -85,7 +85,7 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
         raise UserError(
             "the evaluation measures speed, so it runs as one process: python eval/acceptance.py, or headwright eval"
         )
-    reader = FeatureReader(store_path(run, "held-out"))
+    reader = open_store(run, "held-out")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(run.target, reader.manifest.taps, device)
     head = load_head(run.directory / "head", target).eval()

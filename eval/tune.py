@@ -15,7 +15,7 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import say, table
 from headwright.data.batch import DocumentFeatures
-from headwright.data.harvest import check_offline, store_path
+from headwright.data.harvest import check_offline, open_store
 from headwright.data.store import FeatureReader, write_json, write_text
 from headwright.data.target import Target
 from headwright.eval.decode import Generation, decode_plain, speculate
@@ -62,7 +62,7 @@ def tune(run: RunConfig, dry_run: bool = False) -> None:
     check_offline(run)
     if dry_run:
         return
-    reader = FeatureReader(store_path(run, "held-out"))
+    reader = open_store(run, "held-out")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(run.target, reader.manifest.taps, device)
     head = load_head(run.directory / "head", target).eval()

@@ -10,7 +10,7 @@ exp(score − ℓ*), so a flash backward that is given the merged o* and ℓ* re
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,18 @@ from headwright.data.rows import Span, Spans
 
 
 def rollout_attention(
-    query_NQE: Tensor, keys_CGE: Tensor, values_CGE: Tensor, spans: Spans, own: Sequence[tuple[Tensor, Tensor]]
+    query_NQE: Tensor,
+    keys_CGE: Tensor,
+    values_CGE: Tensor,
+    spans: Spans,
+    own: Sequence[tuple[Tensor, Tensor]],
+    window: int | None = None,
 ) -> Tensor:
-    """Attention [N, Q, E] of a step's rows. `own`: keys and values of steps 1 … j, of these rows and perhaps more behind."""
+    """Attention [N, Q, E] of a step's rows. `own`: keys and values of steps 1 … j, of these rows and perhaps more behind.
+    `window`: how many of the step-0 keys a row sees, counted back from its own; None: all of its document before it.
+    """
     flat = [part for pair in own for part in pair]
-    out: Tensor = Merged.apply(query_NQE, keys_CGE, values_CGE, spans, *flat)
+    out: Tensor = Merged.apply(query_NQE, keys_CGE, values_CGE, spans, window, *flat)
     return out
 
 
@@ -32,11 +39,13 @@ class Merged(torch.autograd.Function):
     """`rollout_attention` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Spans, *flat: Tensor) -> Tensor:
-        mixed, lse_NQ = context_forward(query, keys, values, spans)
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None, *flat: Tensor
+    ) -> Tensor:
+        mixed, lse_NQ = context_forward(query, keys, values, spans, window)
         if flat:
             mixed, lse_NQ = merge_own(query, mixed, lse_NQ, *stacked(flat, len(query)))
-        ctx.spans = spans
+        ctx.spans, ctx.window = spans, window
         ctx.save_for_backward(query, keys, values, mixed, lse_NQ, *flat)
         return mixed
 
@@ -45,9 +54,11 @@ class Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, mixed, lse_NQ, *flat = ctx.saved_tensors
         grad = grad.contiguous()
-        for_query, for_keys, for_values = context_backward(grad, query, keys, values, mixed, lse_NQ, ctx.spans)
+        for_query, for_keys, for_values = context_backward(
+            grad, query, keys, values, mixed, lse_NQ, ctx.spans, ctx.window
+        )
         for_own = own_backward(grad, query, mixed, lse_NQ, flat, for_query) if flat else ()
-        return for_query, for_keys, for_values, None, *for_own
+        return for_query, for_keys, for_values, None, None, *for_own
 
 
 # A row's own keys
@@ -112,24 +123,33 @@ def spread(part_NGE: Tensor, whole_PGE: Tensor) -> Tensor:
 # Step-0 keys
 
 
-def context_forward(query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+def context_forward(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Output [N, Q, E] and log-sum-exp [N, Q] over the step-0 keys that each row sees."""
-    kernel = choose_kernel(query)
+    kernel = choose_kernel(query, values)
     in_order = query if spans.order is None else query[spans.order]
-    mixed, lse_NQ = kernel.forward(in_order, keys, values, spans)
+    mixed, lse_NQ = kernel.forward(in_order, keys, values, spans, window)
     if spans.order is None:
         return mixed, lse_NQ
     return back_in_place(mixed, spans.order), back_in_place(lse_NQ, spans.order)
 
 
 def context_backward(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, mixed: Tensor, lse_NQ: Tensor, spans: Spans
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mixed: Tensor,
+    lse_NQ: Tensor,
+    spans: Spans,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, keys and values, given the merged output and log-sum-exp."""
-    kernel, rows = choose_kernel(query), (grad, query, mixed, lse_NQ)
+    kernel, rows = choose_kernel(query, values), (grad, query, mixed, lse_NQ)
     if spans.order is not None:
         grad, query, mixed, lse_NQ = (part[spans.order] for part in rows)
-    for_query, for_keys, for_values = kernel.backward(grad, query, keys, values, mixed, lse_NQ, spans)
+    for_query, for_keys, for_values = kernel.backward(grad, query, keys, values, mixed, lse_NQ, spans, window)
     return for_query if spans.order is None else back_in_place(for_query, spans.order), for_keys, for_values
 
 
@@ -138,10 +158,43 @@ def back_in_place(ordered: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(ordered).index_copy_(0, order, ordered)
 
 
-def blocks(span: Span) -> list[tuple[slice, bool]]:
-    """The keys of a span: those before its first row, all seen; those of its own rows, causal."""
-    before = [(slice(span.first, span.own), False)] if span.own > span.first else []
-    return [*before, (slice(span.own, span.own + span.stop - span.start), True)]
+class Part(NamedTuple):
+    """Queries and keys that one flash call brings together; `flipped`: both in reverse order."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+    flipped: bool = False
+
+    def rows_of(self, x_NQE: Tensor) -> Tensor:
+        """The queries' side, heads first."""
+        picked = x_NQE[self.rows]
+        return heads_first(picked.flip(0) if self.flipped else picked)
+
+    def keys_of(self, x_CGE: Tensor) -> Tensor:
+        """The keys' side, heads first."""
+        picked = x_CGE[self.keys]
+        return heads_first(picked.flip(0) if self.flipped else picked)
+
+    def back(self, x_1QNE: Tensor) -> Tensor:
+        """A result [1, Q, N, …] in the order of the rows, [N, Q, …]."""
+        found = x_1QNE[0].transpose(0, 1)
+        return found.flip(0) if self.flipped else found
+
+
+def blocks(span: Span, window: int | None = None) -> list[Part]:
+    """The keys of a span: those before its first row that all rows see; those of its own rows, causal; and where rows see
+    `window` keys (no fewer than there are rows), those that its first rows see and its last do not, causal in reverse.
+    """
+    count, first = span.stop - span.start, span.first
+    rows = slice(span.start, span.stop)
+    parts = [Part(rows, slice(span.own, span.own + count), True)]
+    seen_by_all = first if window is None else max(first, min(span.own, span.own + count - window))
+    if span.own > seen_by_all:
+        parts.insert(0, Part(rows, slice(seen_by_all, span.own), False))
+    if window is not None and seen_by_all > (edge := max(first, span.own - window + 1)):
+        parts.append(Part(slice(span.start, span.stop - 1), slice(edge, seen_by_all), True, True))
+    return parts
 
 
 def heads_first(x_NQE: Tensor) -> Tensor:
@@ -159,56 +212,59 @@ class CpuFlash:
     ROWS, MANY, ROWS_OF_MANY = 192, 4096, 1024
 
     @classmethod
-    def cut(cls, spans: Spans) -> Iterator[Span]:
-        """The same rows as spans of at most ROWS."""
+    def cut(cls, spans: Spans, window: int | None) -> Iterator[Span]:
+        """The same rows as spans of at most ROWS, and no more than the window."""
         for start, stop, first, own in spans.parts:
-            rows = cls.ROWS if own + stop - start - first < cls.MANY else cls.ROWS_OF_MANY
+            rows = cls.ROWS if own + stop - start - first < cls.MANY or window else cls.ROWS_OF_MANY
+            rows = min(rows, window or rows)
             for row in range(start, stop, rows):
                 yield Span(row, min(row + rows, stop), first, own + row - start)
 
     @staticmethod
-    def forward(query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of queries in the order of the spans."""
         out = torch.empty_like(query)
         lse_NQ = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for span in CpuFlash.cut(spans):
-            rows = slice(span.start, span.stop)
-            out[rows], lse_NQ[rows] = CpuFlash.span_forward(query[rows], keys, values, span)
+        for span in CpuFlash.cut(spans, window):
+            for number, part in enumerate(blocks(span, window)):
+                sides = (part.rows_of(query), part.keys_of(keys), part.keys_of(values))
+                mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*sides, 0.0, part.causal)
+                found = part.back(mixed), part.back(lse)
+                if number:
+                    found = merge(out[part.rows], lse_NQ[part.rows], *found)
+                out[part.rows], lse_NQ[part.rows] = found
         return out, lse_NQ
 
     @staticmethod
-    def span_forward(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """One or two blocks, merged."""
-        found = []
-        for where, causal in blocks(span):
-            sides = (heads_first(query), heads_first(keys[where]), heads_first(values[where]))
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*sides, 0.0, causal)
-            found.append((out[0].transpose(0, 1), lse[0].T))
-        return found[0] if len(found) == 1 else merge(*found[0], *found[1])
-
-    @staticmethod
     def backward(
-        grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse_NQ: Tensor, spans: Spans
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse_NQ: Tensor,
+        spans: Spans,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, keys and values."""
         for_query, for_keys, for_values = (torch.zeros_like(x, dtype=lse_NQ.dtype) for x in (query, keys, values))
-        for span in CpuFlash.cut(spans):
-            rows = slice(span.start, span.stop)
-            lse = lse_NQ[rows].T.contiguous()[None]
-            for where, causal in blocks(span):
+        for span in CpuFlash.cut(spans, window):
+            for part in blocks(span, window):
                 found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    heads_first(grad[rows]),
-                    heads_first(query[rows]),
-                    heads_first(keys[where]),
-                    heads_first(values[where]),
-                    heads_first(out[rows]),
-                    lse,
+                    part.rows_of(grad),
+                    part.rows_of(query),
+                    part.keys_of(keys),
+                    part.keys_of(values),
+                    part.rows_of(out),
+                    part.rows_of(lse_NQ).contiguous(),
                     0.0,
-                    causal,
+                    part.causal,
                 )
-                for_query[rows] += found[0][0].transpose(0, 1)
-                for_keys[where] += found[1][0].transpose(0, 1)
-                for_values[where] += found[2][0].transpose(0, 1)
+                for_query[part.rows] += part.back(found[0])
+                for_keys[part.keys] += part.back(found[1])
+                for_values[part.keys] += part.back(found[2])
         return for_query.to(query.dtype), for_keys.to(keys.dtype), for_values.to(values.dtype)
 
 
@@ -223,23 +279,41 @@ class CudaFlash:
     """FlashAttention for GPUs, fp16 and bf16, one call for all spans of a step."""
 
     @staticmethod
-    def forward(query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of queries in the order of the spans."""
-        packed = spans.packed_on(query.device, len(keys))
+        packed, seen = spans.packed_on(query.device, len(keys)), within(window)
         sides = (query, packed.gather(keys), packed.gather(values))
-        found = torch.ops.aten._flash_attention_forward(*sides, *packed.edges, *packed.longest, 0.0, True, False)
+        found = torch.ops.aten._flash_attention_forward(
+            *sides, *packed.edges, *packed.longest, 0.0, True, False, **seen
+        )
         return found[0], found[1].T.contiguous()
 
     @staticmethod
     def backward(
-        grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse_NQ: Tensor, spans: Spans
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse_NQ: Tensor,
+        spans: Spans,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, keys and values."""
-        packed = spans.packed_on(query.device, len(keys))
+        packed, seen = spans.packed_on(query.device, len(keys)), within(window)
         off = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout that is not used
         sides = (grad, query, packed.gather(keys), packed.gather(values), out, lse_NQ.T.contiguous())
-        found = torch.ops.aten._flash_attention_backward(*sides, *packed.edges, *packed.longest, 0.0, True, off, off)
+        found = torch.ops.aten._flash_attention_backward(
+            *sides, *packed.edges, *packed.longest, 0.0, True, off, off, **seen
+        )
         return found[0], packed.scatter(found[1], len(keys)), packed.scatter(found[2], len(keys))
+
+
+def within(window: int | None) -> dict[str, int]:
+    """A window as FlashAttention's keywords; its causal mask and ours count from the same corner."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 class Blockwise:
@@ -257,20 +331,23 @@ class Blockwise:
                 yield slice(start, stop), slice(span.first, seen + stop - start - 1), seen - span.first
 
     @staticmethod
-    def scores(query: Tensor, keys: Tensor, seen: int) -> Tensor:
-        """Scaled scores [G, F, n, m]; -inf where a key comes later. In fp32 or wider."""
+    def scores(query: Tensor, keys: Tensor, seen: int, window: int | None) -> Tensor:
+        """Scaled scores [G, F, n, m]; -inf where a key comes later, or too long before. In fp32 or wider."""
         wide = torch.promote_types(query.dtype, torch.float32)
         raw = torch.einsum("ngfe,mge->gfnm", grouped(query.to(wide), keys.shape[1]), keys.to(wide))
-        later = torch.ones(raw.shape[2:], dtype=torch.bool, device=raw.device).triu(seen)
-        return (raw * query.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+        every = torch.ones(raw.shape[2:], dtype=torch.bool, device=raw.device)
+        hidden = every.triu(seen) if window is None else every.triu(seen) | every.tril(seen - 1 - window)
+        return (raw * query.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
 
     @classmethod
-    def forward(cls, query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    def forward(
+        cls, query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of queries in the order of the spans."""
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], values.shape[-1])
         lse_NQ = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for rows, places, seen in cls.pieces(spans):
-            scores = cls.scores(query[rows], keys[places], seen)
+            scores = cls.scores(query[rows], keys[places], seen, window)
             lse = scores.logsumexp(-1, keepdim=True)
             weights = (scores - lse).exp()
             out[rows] = torch.einsum("gfnm,mge->ngfe", weights, values[places].to(weights.dtype)).flatten(1, 2)
@@ -279,7 +356,15 @@ class Blockwise:
 
     @classmethod
     def backward(
-        cls, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse_NQ: Tensor, spans: Spans
+        cls,
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse_NQ: Tensor,
+        spans: Spans,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, keys and values."""
         groups, scale, wide = keys.shape[1], query.shape[-1] ** -0.5, lse_NQ.dtype
@@ -290,7 +375,7 @@ class Blockwise:
         delta_NQ = (grad.to(wide) * out.to(wide)).sum(-1)
         for rows, places, seen in cls.pieces(spans):
             lse, delta = (grouped(x[rows], groups).permute(1, 2, 0)[..., None] for x in (lse_NQ, delta_NQ))
-            weights = (cls.scores(query[rows], keys[places], seen) - lse).exp()
+            weights = (cls.scores(query[rows], keys[places], seen, window) - lse).exp()
             g, q = (grouped(x[rows].to(wide), groups) for x in (grad, query))
             slope = weights * (torch.einsum("ngfe,mge->gfnm", g, values[places].to(wide)) - delta) * scale
             for_query[rows] = torch.einsum("gfnm,mge->ngfe", slope, keys[places].to(wide)).flatten(1, 2).to(query.dtype)
@@ -302,10 +387,10 @@ class Blockwise:
 Kernel = type[CpuFlash] | type[CudaFlash] | type[Blockwise]
 
 
-def choose_kernel(query: Tensor) -> Kernel:
+def choose_kernel(query: Tensor, values: Tensor) -> Kernel:
     """The fastest kernel that returns its log-sum-exp and takes the merged one back."""
-    if not len(query):
-        return Blockwise  # flash kernels refuse, or divide by, no queries at all
+    if not len(query) or query.shape[-1] != values.shape[-1]:
+        return Blockwise  # flash kernels refuse, or divide by, no queries at all; and values of another width (MLA)
     if query.device.type == "cpu":
         return CpuFlash
     return CudaFlash if query.device.type == "cuda" and flash_can(query) else Blockwise

@@ -41,14 +41,15 @@ class HeadLoss:
 
 @dataclass
 class Engine:
-    """How a loss is computed. Changes memory and time, never a value.
+    """How a loss is computed: its memory and time; and where the training stands.
 
     recompute: run each rollout step again in the backward pass instead of keeping its inside. loss_mib: memory of a chunk of
-    logits (heads/chunked.py).
+    logits (heads/chunked.py). progress: the share of the training that is done, for heads whose loss changes on the way.
     """
 
     recompute: bool = False
     loss_mib: float | None = None
+    progress: float = 0.0
 
 
 @dataclass
@@ -59,11 +60,28 @@ class Drafts:
     logprobs: list[float]
 
 
+@dataclass
+class Case:
+    """A prompt's states, and the token after each of its rows, from which to draft."""
+
+    following: list[int]
+    taps_TKD: Tensor
+    last_TD: Tensor
+
+
+@dataclass
+class Tables:
+    """What an engine shares with the target: embeddings and lm_head [V, D]."""
+
+    embedding_VD: Tensor
+    lm_head_VD: Tensor
+
+
 class PlainReader(Protocol):
     """An independent reader of an exported directory: it shares no code with the head."""
 
-    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> Drafts:
-        """`count` greedy tokens after the last of `following`, the token after each row of context."""
+    def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
+        """`count` greedy tokens after the last of the case's."""
         ...
 
 
@@ -230,8 +248,15 @@ class DraftHead(nn.Module):
         """How many tokens after a row its loss reads."""
         raise NotImplementedError
 
+    def attach(self, target: Target) -> None:
+        """Take what the head needs of its target besides states: a kind of layer, or a place for an adapter."""
+
     def initialise(self, target: Target) -> None:
         """Start from what the target already knows."""
+
+    def rate_of(self, name: str) -> float:
+        """The learning rate of a parameter, in rates of the run."""
+        return 1.0
 
     def loss(self, batch: FeatureBatch, target: Target) -> HeadLoss:
         """Loss and metrics of one packed batch."""
@@ -297,6 +322,32 @@ def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | N
 
     Raises UserError where something is missing, broken, or of another target.
     """
+    saved = read_head(folder)
+    if target is not None:
+        refuse_other_target(saved.spec, saved.taps, target, folder)
+    head = make_head(saved.config, saved.spec, saved.taps, saved.vocab)
+    if target is not None:
+        head.attach(target)
+    try:
+        head.load_state_dict(saved.tensors)
+    except RuntimeError as error:
+        raise UserError(f"{folder}: weights and head.json do not fit together: {error}") from None
+    return head if target is None else head.to(target.device, dtype or target.dtype)
+
+
+@dataclass
+class Saved:
+    """What lies in a head's directory."""
+
+    config: Any
+    spec: TargetSpec
+    taps: tuple[int, ...]
+    vocab: DraftVocab
+    tensors: dict[str, Tensor]
+
+
+def read_head(folder: Path) -> Saved:
+    """A head's directory, or UserError."""
     path = folder / "head.json"
     if not path.is_file():
         raise UserError(f"{folder}: no head there (head.json is missing): train first")
@@ -308,16 +359,54 @@ def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | N
     if raw.get("format") != FORMAT:
         raise UserError(f"{path}: format {raw.get('format')!r}, this version reads {FORMAT}")
     spec = TargetSpec(**raw["target"] | {"eos_token_ids": tuple(raw["target"]["eos_token_ids"])})
-    if target is not None:
-        refuse_other_target(spec, tuple(raw["taps"]), target, folder)
     config = build(get_head(raw["head"]["kind"]).Config, raw["head"], str(path))
     vocab = DraftVocab(tensors.pop("vocab.ids"), spec.vocab_size)
-    head = make_head(config, spec, tuple(raw["taps"]), vocab)
-    try:
-        head.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise UserError(f"{folder}: weights and head.json do not fit together: {error}") from None
-    return head if target is None else head.to(target.device, dtype or target.dtype)
+    return Saved(config, spec, tuple(raw["taps"]), vocab, tensors)
+
+
+@torch.no_grad()
+def warm_start(head: DraftHead, folder: Path) -> str:
+    """Take over what fits of another head's weights: equal names and shapes, and rows of the draft vocabulary token by token.
+
+    Returns what was taken. Raises UserError where nothing fits, or the other head's target has other tokens or another width.
+    """
+    saved = read_head(folder)
+    if (saved.spec.hidden_size, saved.spec.vocab_size) != (head.spec.hidden_size, head.spec.vocab_size):
+        raise UserError(
+            f"train.warm_start {folder}: a head for {saved.spec.name} (width {saved.spec.hidden_size}, {saved.spec.vocab_size} "
+            f"tokens), not for {head.spec.name} ({head.spec.hidden_size}, {head.spec.vocab_size})"
+        )
+    here, there = matching_rows(head.vocab.ids_W, saved.vocab.ids_W)
+    taken, left = [], []
+    for name, own in head.state_dict().items():
+        theirs = saved.tensors.get(name)
+        if theirs is None:
+            left.append(name)
+        elif len(own) == len(head.vocab) and len(theirs) == len(saved.vocab) and own.shape[1:] == theirs.shape[1:]:
+            own[here.to(own.device)] = theirs[there].to(own)
+            taken.append(name)
+        elif own.shape == theirs.shape:
+            own.copy_(theirs)
+            taken.append(name)
+        else:
+            left.append(name)
+    if not taken:
+        raise UserError(
+            f"train.warm_start {folder}: no tensor of that {saved.config.kind} head fits this {head.config.kind} head"
+        )
+    return (
+        f"warm start from {folder}: {len(taken)} of {len(taken) + len(left)} tensors"
+        + (f" (new: {', '.join(left)})" if left else "")
+        + f"; {len(here)} of {len(head.vocab)} draft tokens were known to it"
+    )
+
+
+def matching_rows(ours_W: Tensor, theirs_W: Tensor) -> tuple[Tensor, Tensor]:
+    """Places (here, there) of the tokens that two draft vocabularies share. Both ascend."""
+    ours_W, theirs_W = ours_W.cpu(), theirs_W.cpu()
+    place_W = torch.searchsorted(theirs_W, ours_W).clamp_max(len(theirs_W) - 1)
+    here = torch.nonzero(theirs_W[place_W] == ours_W)[:, 0]
+    return here, place_W[here]
 
 
 def refuse_other_target(spec: TargetSpec, taps: tuple[int, ...], target: Target, folder: Path) -> None:
@@ -328,5 +417,5 @@ def refuse_other_target(spec: TargetSpec, taps: tuple[int, ...], target: Target,
         )
     if taps != target.taps:
         raise UserError(
-            f"{folder}: trained on taps {list(taps)}, the target gives {list(target.taps)}; set harvest.taps"
+            f"{folder}: trained on taps {list(taps)}, the target gives {list(target.taps)}: set head.taps or harvest.taps"
         )

@@ -8,7 +8,7 @@ formed on the way, since it needs one number from above: ∂L/∂z is known with
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,15 +132,16 @@ class Task:
     weights: Weights
 
 
-def chunked_loss(task: Task, weight_WH: Tensor, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The weighted sum of all losses, and per step the sums of METRICS [3, I]. `features`: the lm_head's inputs of each step.
+def chunked_loss(task: Task, weights: Sequence[Tensor], features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The weighted sum of all losses, and per step the sums of METRICS [3, I]. `features`: the lm_head's inputs of each step;
+    `weights` [W, H]: one lm_head for all steps, or one per step.
 
     loss: the loss itself; alpha: Σ min(p, q) with p over the whole vocabulary; agree: the target's first choice is the head's,
     or one of several that tie.
     """
     if not torch.is_grad_enabled():  # else gradients would be formed for nobody
-        weight_WH, features = weight_WH.detach(), [part.detach() for part in features]
-    total, sums = ChunkedFunction.apply(task, weight_WH, *features)
+        weights, features = [part.detach() for part in weights], [part.detach() for part in features]
+    total, sums = ChunkedFunction.apply(task, len(weights), *weights, *features)
     return total, sums
 
 
@@ -149,27 +150,31 @@ class ChunkedFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx: Any, task: Task, weight_WH: Tensor, *features: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, task: Task, heads: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        weights, features = tensors[:heads], tensors[heads:]
         kind = features[0].device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features[0].dtype
-        wanted = any(ctx.needs_input_grad[2:])
+        wanted, weight_wanted = any(ctx.needs_input_grad[2 + heads :]), any(ctx.needs_input_grad[2 : 2 + heads])
         with torch.autocast(kind, enabled=False):
-            work = Work(task, weight_WH, features, dtype, wanted, ctx.needs_input_grad[1])
+            work = Work(task, weights, features, dtype, wanted, weight_wanted)
             for chunk in task.pairs.chunks:
                 work.run(chunk)
-        ctx.save_for_backward(work.for_weight, *work.for_features)
+        ctx.save_for_backward(*work.for_weights, *work.for_features)
         ctx.mark_non_differentiable(work.sums)
-        ctx.weight_dtype = weight_WH.dtype
+        ctx.weight_dtypes, ctx.kept = [weight.dtype for weight in weights], len(work.for_weights)
         return work.total, work.sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        for_weight, *for_features = ctx.saved_tensors
-        weight = None if for_weight is None else (for_weight * grad).to(ctx.weight_dtype)
+        saved = ctx.saved_tensors  # asked for once: checkpointing allows no more
+        for_weights, for_features = saved[: ctx.kept], saved[ctx.kept :]
+        heads = len(ctx.weight_dtypes)
+        weights = [(part * grad).to(dtype) for part, dtype in zip(for_weights, ctx.weight_dtypes)]
         # in the dtype of `grad`: a loss scale of 65536 is infinite in fp16
         features = [(part.to(grad.dtype) * grad).to(part.dtype) for part in for_features]
-        return None, weight, *(features or [None] * (len(ctx.needs_input_grad) - 2))
+        unwanted = len(ctx.needs_input_grad) - 2 - heads
+        return None, None, *(weights or [None] * heads), *(features or [None] * unwanted)
 
 
 class Work:
@@ -178,21 +183,22 @@ class Work:
     def __init__(
         self,
         task: Task,
-        weight_WH: Tensor,
+        weights: tuple[Tensor, ...],
         features: tuple[Tensor, ...],
         dtype: torch.dtype,
         wanted: bool,
         weight_wanted: bool,
     ):
-        self.task, self.features, self.weight_WH = task, features, weight_WH.to(dtype)
+        self.task, self.features, self.weights = task, features, [weight.to(dtype) for weight in weights]
         self.wide = wide = torch.promote_types(dtype, torch.float32)
-        self.total = weight_WH.new_zeros((), dtype=wide)
-        self.sums = weight_WH.new_zeros(len(METRICS), len(features), dtype=wide)
+        first = self.weights[0]
+        self.total = first.new_zeros((), dtype=wide)
+        self.sums = first.new_zeros(len(METRICS), len(features), dtype=wide)
         most = max((chunk.edges[-1] - chunk.edges[0] for chunk in task.pairs.chunks), default=0)
         # logits and their slopes, for one chunk after the other: fresh memory would cost a twentieth of the products
-        self.buffers = [weight_WH.new_empty(most, len(weight_WH), dtype=wide) for _ in range(2)]
+        self.buffers = [first.new_empty(most, len(first), dtype=wide) for _ in range(2)]
         self.for_features = [torch.zeros_like(part) for part in features] if wanted else []
-        self.for_weight = torch.zeros_like(weight_WH, dtype=wide) if weight_wanted else None
+        self.for_weights = [torch.zeros_like(weight, dtype=wide) for weight in weights] if weight_wanted else []
 
     def run(self, chunk: Chunk) -> None:
         """One chunk: its losses, and its share of the gradients."""
@@ -200,12 +206,13 @@ class Work:
         picked = slice(edges[0], edges[-1])
         parts = [slice(a - edges[0], b - edges[0]) for a, b in itertools.pairwise(edges)]
         row_n, target_n = pairs.row_N[picked], pairs.target_N[picked]
-        h_nH = torch.cat([part[row_n[where]] for part, where in zip(self.features, parts)]).to(self.weight_WH.dtype)
+        h_nH = torch.cat([part[row_n[where]] for part, where in zip(self.features, parts)]).to(self.weights[0].dtype)
         z_nW, slope_nW = (buffer[: len(h_nH)] for buffer in self.buffers)
-        if h_nH.dtype == self.wide:
-            torch.mm(h_nH, self.weight_WH.T, out=z_nW)
-        else:
-            z_nW.copy_(h_nH @ self.weight_WH.T)
+        for place, where in self.by_weight(parts):
+            if h_nH.dtype == self.wide:
+                torch.mm(h_nH[where], self.weights[place].T, out=z_nW[where])
+            else:
+                z_nW[where] = (h_nH[where] @ self.weights[place].T).to(self.wide)
         taught, said = self.teach(chunk)
         first = self.task.first_R[pairs.positions_M[chunk.first : chunk.last]]
         value_n, right_n = z_nW.new_empty(len(z_nW)), z_nW.new_empty(len(z_nW))
@@ -220,6 +227,10 @@ class Work:
         weight_n = self.weigh(pairs.local_N[picked], pairs.step_N[picked], right_n)
         self.total += value_n @ weight_n
         self.differentiate(slope_nW.to(h_nH.dtype), h_nH, weight_n.to(h_nH.dtype)[:, None], row_n, parts)
+
+    def by_weight(self, parts: list[slice]) -> list[tuple[int, slice]]:
+        """Which pairs of a chunk each lm_head serves."""
+        return [(0, slice(None))] if len(self.weights) == 1 else list(enumerate(parts))
 
     def teach(self, chunk: Chunk) -> tuple[Taught, Tensor]:
         """The target's distributions over the draft vocabulary, renormalised to it, and with the mass that they have."""
@@ -256,16 +267,21 @@ class Work:
         self, slope_nW: Tensor, h_nH: Tensor, weight_n1: Tensor, row_n: Tensor, parts: list[slice]
     ) -> None:
         """∂L/∂h = w · (slope W) and ∂L/∂W = Σ slopeᵀ (w · h)."""
+        served = self.by_weight(parts)
         if self.for_features:
-            back_nH = (slope_nW @ self.weight_WH) * weight_n1
+            back = [slope_nW[where] @ self.weights[place] for place, where in served]
+            back_nH = (back[0] if len(back) == 1 else torch.cat(back)) * weight_n1
             for grad, where in zip(self.for_features, parts):
                 grad.index_copy_(0, row_n[where], back_nH[where].to(grad.dtype))
-        if self.for_weight is None:
+        if not self.for_weights:
             return
-        if self.for_weight.dtype == h_nH.dtype:
-            self.for_weight.addmm_(slope_nW.T, h_nH * weight_n1)
-        else:
-            self.for_weight += slope_nW.T @ (h_nH * weight_n1)
+        weighted_nH = h_nH * weight_n1
+        for place, where in served:
+            into = self.for_weights[place]
+            if into.dtype == h_nH.dtype:
+                into.addmm_(slope_nW[where].T, weighted_nH[where])
+            else:
+                into += slope_nW[where].T @ weighted_nH[where]
 
 
 def first_choices(feature_XH: Tensor, weight_WH: Tensor, mib: float | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headwright.heads.base import Drafts
+from headwright.heads.base import Case, Drafts, Tables
 
 
 class PlainEagle3:
@@ -85,46 +85,57 @@ class PlainEagle3:
         return (1 + grown * scaling["mscale"]) / (1 + grown * scaling["mscale_all_dim"]) if both else 1 + grown
 
     def fuse(self, taps_TKD: Tensor) -> Tensor:
-        """fc over the captured states, each normed first where the config says so."""
+        """fc over the captured states, each or all of them normed first where the config says so."""
         parts = list(taps_TKD.unbind(1))
         if self.config["fc_norm"]:
             parts = [self.norm(part, f"fc_norm.{k}") for k, part in enumerate(parts)]
-        return self.linear(torch.cat(parts, -1), "fc")
+        whole = torch.cat(parts, -1)
+        return self.linear(self.norm(whole, "input_norm") if self.config["norm_before_fc"] else whole, "fc")
 
-    def layer(self, embedding_TH: Tensor, feature_TH: Tensor) -> Tensor:
-        """The decoder layer on a whole causal sequence; output before the final norm."""
+    def stack(self, embedding_TH: Tensor, feature_TH: Tensor) -> Tensor:
+        """All decoder layers on a whole causal sequence; output before the final norm."""
+        normed = self.norm(feature_TH, "midlayer.hidden_norm")
+        x = torch.cat([self.norm(embedding_TH, "midlayer.input_layernorm"), normed], -1)
+        out = self.layer("midlayer", x, normed if self.config["norm_before_residual"] else feature_TH)
+        for number in range(1, self.config["num_hidden_layers"]):
+            out = self.layer(f"layers.{number}", self.norm(out, f"layers.{number}.input_layernorm"), out)
+        return out
+
+    def heads_of(self, x: Tensor, name: str, count: int, norm: str | None) -> Tensor:
+        """A projection split into heads, normed where the head has such a norm."""
+        found = self.linear(x, name).view(len(x), count, self.config["head_dim"])
+        return self.norm(found, norm) if norm and f"{norm}.weight" in self.w else found
+
+    def layer(self, name: str, x: Tensor, residual_TH: Tensor) -> Tensor:
+        """A decoder layer from its attention's input and its residual."""
         heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        width, count = self.config["head_dim"], len(feature_TH)
-        x = torch.cat(
-            [
-                self.norm(embedding_TH, "midlayer.input_layernorm"),
-                self.norm(feature_TH, "midlayer.hidden_norm"),
-            ],
-            -1,
-        )
-        positions = torch.arange(count)
-        q = self.rotate(self.linear(x, "midlayer.self_attn.q_proj").view(count, heads, width), positions)
-        k = self.rotate(self.linear(x, "midlayer.self_attn.k_proj").view(count, groups, width), positions)
-        v = self.linear(x, "midlayer.self_attn.v_proj").view(count, groups, width)
+        attention, positions = f"{name}.self_attn", torch.arange(len(x))
+        q = self.rotate(self.heads_of(x, f"{attention}.q_proj", heads, f"{attention}.q_norm"), positions)
+        k = self.rotate(self.heads_of(x, f"{attention}.k_proj", groups, f"{attention}.k_norm"), positions)
+        v = self.heads_of(x, f"{attention}.v_proj", groups, None)
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
-        scores = torch.einsum("inw,jnw->nij", q, k) / width**0.5
-        future = torch.ones(count, count, dtype=torch.bool).triu(1)
-        weights = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(v.dtype)
-        mixed = torch.einsum("nij,jnw->inw", weights, v).reshape(count, heads * width)
-        middle = feature_TH + self.linear(mixed, "midlayer.self_attn.o_proj")
-        inner = self.norm(middle, "midlayer.post_attention_layernorm")
-        gate = torch.nn.functional.silu(self.linear(inner, "midlayer.mlp.gate_proj"))
-        return middle + self.linear(gate * self.linear(inner, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
+        scores = torch.einsum("inw,jnw->nij", q, k) / self.config["head_dim"] ** 0.5
+        unseen = positions[None, :] > positions[:, None]
+        if "sliding_window" in self.config:
+            unseen |= positions[None, :] <= positions[:, None] - self.config["sliding_window"]
+        weights = scores.float().masked_fill(unseen, -torch.inf).softmax(-1).to(v.dtype)
+        mixed = torch.einsum("nij,jnw->inw", weights, v).flatten(1)
+        middle = residual_TH + self.linear(mixed, f"{attention}.o_proj")
+        inner = self.norm(middle, f"{name}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(self.linear(inner, f"{name}.mlp.gate_proj"))
+        return middle + self.linear(gate * self.linear(inner, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
 
-    def draft(self, embedding_VD: Tensor, following_T: list[int], taps_TKD: Tensor, count: int) -> Drafts:
+    def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """`count` greedy tokens after the last of `following` (the token after each row), by full recomputation."""
-        feature = self.fuse(taps_TKD)
-        tokens, scores = list(following_T), [0.0]
+        feature = self.fuse(case.taps_TKD)
+        tokens, scores = list(case.following), [0.0]
+        embedding_VH = self.w.get("embed_tokens.weight", tables.embedding_VD)
         for _ in range(count):
-            hidden = self.layer(embedding_VD[torch.tensor(tokens)], feature)
-            logits = self.linear(self.norm(hidden[-1], "norm"), "lm_head")
+            hidden = self.stack(embedding_VH[torch.tensor(tokens)], feature)
+            normed = self.norm(hidden[-1], "norm")
+            logits = self.linear(normed, "lm_head") if "lm_head.weight" in self.w else normed @ tables.lm_head_VD.T
             draft = int(logits.argmax())
             scores.append(scores[-1] + float(logits.log_softmax(-1)[draft]))
             tokens.append(draft + int(self.w["d2t"][draft]) if "d2t" in self.w else draft)
-            feature = torch.cat([feature, hidden[-1:]])
-        return Drafts(tokens[len(following_T) :], scores[1:])
+            feature = torch.cat([feature, (normed if self.config["norm_output"] else hidden[-1])[None]])
+        return Drafts(tokens[len(case.following) :], scores[1:])

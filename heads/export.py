@@ -20,11 +20,11 @@ from torch import Tensor
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
-from headwright.data.harvest import check_offline, store_path
+from headwright.data.harvest import check_offline, open_store
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, replace_with, save_tensors, write_json, write_text
 from headwright.data.target import Target, locate
-from headwright.heads.base import Context, DraftHead, Drafts, Export, PlainReader, load_head
+from headwright.heads.base import Case, Context, DraftHead, Drafts, Export, PlainReader, Tables, load_head
 from headwright.heads.draft_tree import TreeShape
 
 SECTIONS = ("export",)
@@ -76,10 +76,10 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
         check_offline(run)
         return
     started = time.perf_counter()
-    reader = FeatureReader(store_path(run, "held-out"))
+    reader = open_store(run, "held-out")
     target = Target.load(run.target, reader.manifest.taps, "cpu")
     head = load_head(run.directory / "head", target, torch.float32).eval()
-    cases = draft_cases(reader, run.export.prompts)
+    cases = draft_cases(reader, target, run.export.prompts)
     rows = []
     for engine in run.export.engines:
         folder = run.directory / "export" / engine
@@ -144,15 +144,6 @@ def write_directory(folder: Path, export: Export) -> None:
 
 
 @dataclass
-class Case:
-    """A prompt's features and following tokens, from which to draft."""
-
-    following: list[int]
-    taps_TKD: Tensor
-    last_TD: Tensor
-
-
-@dataclass
 class Proof:
     """Drafts of the written files against those of the head: tokens, and the largest difference of their log-probabilities."""
 
@@ -162,7 +153,7 @@ class Proof:
     dtype: str
 
 
-def draft_cases(reader: FeatureReader, count: int) -> list[Case]:
+def draft_cases(reader: FeatureReader, target: Target, count: int) -> list[Case]:
     """Held-out documents, each cut in the middle of its answer."""
     cases = []
     for document in reader:
@@ -171,12 +162,25 @@ def draft_cases(reader: FeatureReader, count: int) -> list[Case]:
             continue
         cut = answer[len(answer) // 2]
         taps = document.taps_TKD[:cut].float()
-        cases.append(Case(document.ids_T[1 : cut + 1].tolist(), taps, torch.zeros(cut, taps.shape[-1])))
+        cases.append(Case(document.ids_T[1 : cut + 1].tolist(), taps, last_of(taps, target)))
         if len(cases) == count:
             return cases
     if not cases:
         raise UserError(f"{reader.root}: no answer long enough to compare drafts on")
     return cases
+
+
+def last_of(taps_TKD: Tensor, target: Target) -> Tensor:
+    """The lm_head's input, of states that hold the last layer's; zeros for a head that does not read it."""
+    if target.taps[-1] != target.spec.num_layers:
+        return torch.zeros_like(taps_TKD[:, 0])
+    return target.final_norm(taps_TKD[:, -1])
+
+
+def shared_tables(target: Target) -> Tables:
+    """What engines share with a head."""
+    everything = torch.arange(target.spec.vocab_size, device=target.device)
+    return Tables(target.embed(everything).float(), target.lm_head.weight.float() * target.logit_scale)
 
 
 def read_back(
@@ -187,11 +191,11 @@ def read_back(
     dtype: torch.dtype,
 ) -> Proof:
     """Draft with the written files and with the head in the same precision: tokens and their probabilities must be equal."""
-    embedding = target.embed(torch.arange(head.spec.vocab_size)).float()
+    tables = shared_tables(target)
     rounded = copy.deepcopy(head).to(dtype).float()
     proof = Proof(DRAFTS * len(cases), 0, 0.0, str(dtype).removeprefix("torch."))
     for case in cases:
-        theirs = reader.draft(embedding, case.following, case.taps_TKD, DRAFTS)
+        theirs = reader.draft(tables, case, DRAFTS)
         ours = head_drafts(rounded, target, case)
         proof.equal += sum(a == b for a, b in zip(theirs.tokens, ours.tokens))
         apart = max(abs(a - b) for a, b in zip(theirs.logprobs, ours.logprobs))

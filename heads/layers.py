@@ -4,6 +4,7 @@ layer.
 Parameter names are those of Llama layers, because engines load them by name.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from headwright.data.target import TargetSpec
 from headwright.heads.fused import fused
 from headwright.heads.rotary import Rotary
 
@@ -121,16 +123,46 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
     return slope.mul_(up).mul_(grad), grad * passed, passed * up
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder layer: width H, width of the MLP, heads, and what its norms and rotary embedding need."""
+
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope: dict[str, Any]
+    qk_norm: bool = False
+
+    @classmethod
+    def of(cls, spec: TargetSpec, width: int | None = None, inner: int | None = None, qk_norm: bool = False) -> "Sizes":
+        """Those of the target's layers, or of another width with heads of the same width and as many to a group."""
+        heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, width or spec.hidden_size
+        if width != spec.hidden_size:
+            heads = max(1, width // spec.head_dim)
+            kv_heads = max(
+                kv for kv in range(1, heads + 1) if heads % kv == 0 and kv <= max(1, heads * kv_heads // spec.num_heads)
+            )
+            inner = inner or spec.intermediate_size * width // spec.hidden_size
+        inner = inner or spec.intermediate_size
+        return cls(width, inner, heads, kv_heads, spec.head_dim, spec.rms_norm_eps, spec.rope, qk_norm)
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention. The input may be wider than the layer (EAGLE-3: [embedding ; feature])."""
 
-    def __init__(self, inputs: int, width: int, heads: int, kv_heads: int, head_dim: int, rotary: Rotary):
+    def __init__(self, inputs: int, sizes: Sizes):
         super().__init__()
-        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
-        self.head_dim, self.rotary = head_dim, rotary
+        self.q_proj = nn.Linear(inputs, sizes.heads * sizes.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.width, bias=False)
+        if sizes.qk_norm:  # Qwen3: every head's queries and keys, before they are rotated
+            self.q_norm, self.k_norm = (RMSNorm(sizes.head_dim, sizes.eps) for _ in range(2))
+        self.head_dim, self.qk_norm = sizes.head_dim, sizes.qk_norm
+        self.rotary = Rotary(sizes.rope, sizes.head_dim)
 
     def split(self, x_XN: Tensor) -> Tensor:
         """[..., N, heads·E] → [..., N, heads, E]."""
@@ -143,18 +175,56 @@ class Attention(nn.Module):
         weights = {"q": self.q_proj.weight, "k": self.k_proj.weight, "v": self.v_proj.weight}
         return [F.linear(x_XN, weights[name][:, columns]) for name in names]
 
+    def turned_query(self, query_XN: Tensor, positions_XN: Tensor) -> Tensor:
+        """Projected queries [..., N, Q·E] split into heads, normed where the head norms them, and rotated."""
+        query = self.split(query_XN)
+        return self.rotary(self.q_norm(query) if self.qk_norm else query, positions_XN)
+
+    def turned_keys(self, keys_XN: Tensor, positions_XN: Tensor) -> Tensor:
+        """The same for keys [..., N, G·E]."""
+        keys = self.split(keys_XN)
+        return self.rotary(self.k_norm(keys) if self.qk_norm else keys, positions_XN)
+
     def query(self, x_XNI: Tensor, positions_XN: Tensor) -> Tensor:
         """Rotated queries [..., N, Q, E]."""
-        return self.rotary(self.split(self.q_proj(x_XNI)), positions_XN)
+        return self.turned_query(self.q_proj(x_XNI), positions_XN)
 
     def keys_values(self, x_XNI: Tensor, positions_XN: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [..., N, G, E]."""
-        keys = self.rotary(self.split(self.k_proj(x_XNI)), positions_XN)
-        return keys, self.split(self.v_proj(x_XNI))
+        return self.turned_keys(self.k_proj(x_XNI), positions_XN), self.split(self.v_proj(x_XNI))
 
     def output(self, mixed_XNQE: Tensor) -> Tensor:
         """Back to the layer's width."""
         return self.o_proj(mixed_XNQE.flatten(-2))
+
+
+class Block(nn.Module):
+    """A Llama decoder layer over one stream. EAGLE-1's first has no norm before its attention."""
+
+    def __init__(self, sizes: Sizes, input_norm: bool = True):
+        super().__init__()
+        self.self_attn = Attention(sizes.width, sizes)
+        self.mlp = SwiGLU(sizes.width, sizes.inner)
+        self.input_layernorm = RMSNorm(sizes.width, sizes.eps) if input_norm else nn.Identity()
+        self.post_attention_layernorm = RMSNorm(sizes.width, sizes.eps)
+
+    def embedded(self, embedding_XH: Tensor) -> Tensor:
+        """No token half of its own: it enters with the stream."""
+        return embedding_XH[..., :0]
+
+    def normed(self, stream_XH: Tensor) -> Tensor:
+        """The attention's input."""
+        out: Tensor = self.input_layernorm(stream_XH)
+        return out
+
+    def mix(self, embedding_XH: Tensor, stream_XH: Tensor) -> Tensor:
+        """The same, as heads with a token half ask for it."""
+        return self.normed(stream_XH)
+
+    def finish(self, stream_XH: Tensor, mixed_XQE: Tensor) -> Tensor:
+        """Output projection, residual, MLP, residual."""
+        middle_XH = stream_XH + self.self_attn.output(mixed_XQE)
+        return middle_XH + self.mlp(self.post_attention_layernorm(middle_XH))
 
 
 def attend(query_BNQE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, mask_BNS: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ Each has a plain form, of log q, for reading and for the tests, and a fast one, 
 Logarithms are taken of `LEAST` at the least: only the reverse KL of a p that underflowed to zero can tell, and an α below it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from headwright.configs import UserError
 
 LEAST = torch.finfo(torch.float32).tiny
+LossName = Literal["kl", "rkl", "jsd", "tv", "nla", "lk", "ce", "topk"]
 
 
 @dataclass
@@ -221,6 +223,27 @@ def choose_loss(name: str, top_k: int = 10) -> Loss:
     if name not in LOSSES:
         raise UserError(f"head.loss {name!r}: there are {', '.join([*LOSSES, 'topk'])}")
     return LOSSES[name]
+
+
+def mixture(parts: Mapping[Loss, float]) -> Loss:
+    """A weighted sum of losses. Raises UserError where there is none to sum."""
+    kept = {loss: share for loss, share in parts.items() if share}
+    if not kept or min(kept.values()) < 0:
+        raise UserError("head.loss: give at least one loss, and positive weights")
+    if list(kept.values()) == [1.0]:
+        return next(iter(kept))
+
+    def value(probs_PW: Tensor, logq_PW: Tensor) -> Tensor:
+        return sum((share * loss.value(probs_PW, logq_PW) for loss, share in kept.items()), torch.zeros(()))
+
+    def slope(taught: Taught, guess: Guess) -> tuple[Tensor, Tensor]:
+        total, slopes = torch.zeros_like(guess.lse_P), torch.zeros_like(guess.z_PW)
+        for loss, share in kept.items():
+            found = loss.slope(taught, replace(guess, q_PW=guess.q_PW.clone()))
+            total, slopes = total + share * found[0], slopes.add_(found[1], alpha=share)
+        return total, slopes
+
+    return Loss(value, slope)
 
 
 # Weights of the steps

@@ -21,12 +21,25 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headwright.data.batch import FeatureBatch, shift
-from headwright.data.rows import Rows
+from headwright.data.rows import Rows, Spans
 from headwright.heads.attention import rollout_attention
 from headwright.heads.layers import Attention
 
 Embed = Callable[[Tensor], Tensor]
+Feed = Callable[[Tensor], Tensor]
 Pair = tuple[Tensor, Tensor]
+
+
+class Entry(Protocol):
+    """How token and feature become the one stream that a head's layers read (EAGLE-1, MTP)."""
+
+    def token(self, embedding_XD: Tensor) -> Tensor:
+        """The token's share of the stream."""
+        ...
+
+    def join(self, token_XH: Tensor, feature_XH: Tensor, positions_X: Tensor) -> Tensor:
+        """The stream."""
+        ...
 
 
 class RolloutLayer(Protocol):
@@ -47,14 +60,27 @@ class RolloutLayer(Protocol):
         ...
 
 
+def unchanged(feature_XH: Tensor) -> Tensor:
+    """What most heads hand to their next step: their output as it is."""
+    return feature_XH
+
+
 def rollout(
-    layers: Sequence[RolloutLayer], embed: Embed, feature_CH: Tensor, rows: Rows, recompute: bool = False
+    layers: Sequence[RolloutLayer],
+    embed: Embed,
+    feature_CH: Tensor,
+    rows: Rows,
+    recompute: bool = False,
+    entry: Entry | None = None,
+    feed: Feed = unchanged,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Outputs of the last layer at each step, [counts[i], H], from the features of the context rows.
 
-    `recompute`: keep the steps' outputs only, and run each step again in the backward pass.
+    `recompute`: keep the steps' outputs only, and run each step again in the backward pass. `entry`: for heads whose layers
+    read one stream. `feed`: what the next step reads of an output. `window`: keys that a row may see, its own included.
     """
-    run = Rollout(layers, embed, feature_CH, rows)
+    run = Rollout(layers, embed, feature_CH, rows, entry, feed, window)
     outputs = [run.first(feature_CH)]
     for step in range(1, rows.steps):
         before = outputs[-1][: rows.counts[step]]
@@ -70,22 +96,41 @@ def rollout(
 class Rollout:
     """The state of a rollout: token halves, step-0 keys and values of each layer, and the rows' own of later steps."""
 
-    def __init__(self, layers: Sequence[RolloutLayer], embed: Embed, feature_CH: Tensor, rows: Rows):
-        self.layers, self.rows = layers, rows
-        self.cut = layers[0].self_attn.q_proj.in_features - feature_CH.shape[-1]  # width of the token half
-        token_UH = layers[0].embedded(embed(rows.tokens_U).to(feature_CH.dtype))
-        project, half = layers[0].self_attn.project, slice(self.cut)
-        self.token_keys, self.token_values = project(token_UH, "kv", half)
+    def __init__(
+        self,
+        layers: Sequence[RolloutLayer],
+        embed: Embed,
+        feature_CH: Tensor,
+        rows: Rows,
+        entry: Entry | None,
+        feed: Feed,
+        window: int | None,
+    ):
+        self.layers, self.rows, self.entry, self.feed, self.window = layers, rows, entry, feed, window
+        embedding_UD = embed(rows.tokens_U).to(feature_CH.dtype)
+        # width of the token half
+        self.cut = 0 if entry else layers[0].self_attn.q_proj.in_features - feature_CH.shape[-1]
         # below the last layer, all context rows ask at step 0
         deep = len(layers) > 1
         self.asks_PI, self.asks_C = (rows.reads_PI if deep else rows.asks_PI), rows.reads_C
-        (self.token_queries,) = project(token_UH if deep else token_UH[rows.asks_X], "q", half)
+        if entry:
+            self.token_UH = entry.token(embedding_UD)
+        else:
+            token_UH = layers[0].embedded(embedding_UD)
+            project, half = layers[0].self_attn.project, slice(self.cut)
+            self.token_keys, self.token_values = project(token_UH, "kv", half)
+            (self.token_queries,) = project(token_UH if deep else token_UH[rows.asks_X], "q", half)
         self.context: list[Pair] = []
         self.own: list[list[Pair]] = [[] for _ in layers]
+
+    def stream(self, feature_NH: Tensor, reads_N: Tensor, positions_N: Tensor) -> Tensor:
+        """What the layers read."""
+        return self.entry.join(self.token_UH[reads_N], feature_NH, positions_N) if self.entry else feature_NH
 
     def first(self, feature_CH: Tensor) -> Tensor:
         """Step 0: keys and values of the whole context, and the rows' outputs."""
         rows = self.rows
+        feature_CH = self.stream(feature_CH, rows.reads_C, rows.position_C)
         for depth, layer in enumerate(self.layers):
             last = depth == len(self.layers) - 1
             normed_CH = layer.normed(feature_CH)
@@ -95,7 +140,7 @@ class Rollout:
             asks, positions = (self.asks_PI[:, 0], rows.position_P) if last else (self.asks_C, rows.position_C)
             query = self.query(depth, normed_CH[picked], asks, positions)
             spans = rows.spans[0] if last else rows.everything
-            feature_CH = layer.finish(feature_CH[picked], rollout_attention(query, keys_CGE, values_CGE, spans, ()))
+            feature_CH = layer.finish(feature_CH[picked], self.attend(query, depth, spans, ()))
         return feature_CH
 
     def later(self, step: int, feature_NH: Tensor) -> list[Tensor]:
@@ -103,16 +148,20 @@ class Rollout:
         rows, count = self.rows, len(feature_NH)
         made: list[Tensor] = []
         positions = rows.position_P[:count] + step
+        feature_NH = self.stream(self.feed(feature_NH), rows.reads_PI[:count, step], positions)
         for depth, layer in enumerate(self.layers):
             normed_NH = layer.normed(feature_NH)
             own = self.keys_values(depth, normed_NH, rows.reads_PI[:count, step], positions)
             query = self.query(depth, normed_NH, self.asks_PI[:count, step], positions)
-            mixed = rollout_attention(
-                query, *self.context[depth], rows.spans[step], [*self.own[depth][: step - 1], own]
-            )
+            mixed = self.attend(query, depth, rows.spans[step], [*self.own[depth][: step - 1], own])
             feature_NH = layer.finish(feature_NH, mixed)
             made += own
         return [feature_NH, *made]
+
+    def attend(self, query_NQE: Tensor, depth: int, spans: Spans, own: Sequence[Pair]) -> Tensor:
+        """Over a layer's step-0 keys and the rows' own later ones."""
+        window = None if self.window is None else self.window - len(own)
+        return rollout_attention(query_NQE, *self.context[depth], spans, own, window)
 
     def keep(self, made: Sequence[Tensor]) -> None:
         """Own keys and values for the steps to come."""
@@ -123,17 +172,17 @@ class Rollout:
         """Rotated keys and values [N, G, E]; the first layer adds the token halves."""
         attention = self.layers[depth].self_attn
         keys, values = attention.project(normed_NH, "kv", slice(self.cut if depth == 0 else 0, None))
-        if depth == 0:
+        if depth == 0 and self.cut:
             keys, values = keys.add_(self.token_keys[reads_N]), values.add_(self.token_values[reads_N])
-        return attention.rotary(attention.split(keys), positions_N), attention.split(values)
+        return attention.turned_keys(keys, positions_N), attention.split(values)
 
     def query(self, depth: int, normed_NH: Tensor, asks_N: Tensor, positions_N: Tensor) -> Tensor:
         """Rotated queries [N, Q, E]."""
         attention = self.layers[depth].self_attn
         (query,) = attention.project(normed_NH, "q", slice(self.cut if depth == 0 else 0, None))
-        if depth == 0:
+        if depth == 0 and self.cut:
             query = query.add_(self.token_queries[asks_N])
-        return attention.rotary(attention.split(query), positions_N)
+        return attention.turned_query(query, positions_N)
 
 
 class PlainLayer(RolloutLayer, Protocol):
@@ -145,7 +194,14 @@ class PlainLayer(RolloutLayer, Protocol):
 
 
 def rollout_reference(
-    layers: Sequence[PlainLayer], embed: Embed, feature_TH: Tensor, batch: FeatureBatch, steps: int
+    layers: Sequence[PlainLayer],
+    embed: Embed,
+    feature_TH: Tensor,
+    batch: FeatureBatch,
+    steps: int,
+    entry: Entry | None = None,
+    feed: Feed = unchanged,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Outputs [T, H] of each step for every row, by one dense mask over the keys of all steps so far."""
     rows_T = torch.arange(len(batch.ids_T), device=feature_TH.device)
@@ -156,10 +212,15 @@ def rollout_reference(
     values: list[list[Tensor]] = [[] for _ in layers]
     outputs = []
     for i in range(steps):
-        mask = torch.cat([causal_TT, *[own_TT] * i], 1)
+        near_TT = causal_TT if window is None else causal_TT & (rows_T[:, None] + i - rows_T[None, :] < window)
+        mask = torch.cat([near_TT, *[own_TT] * i], 1)
+        embedding_TD = embed(shift(ids_T, i + 1)).to(feature_TH.dtype)
+        feature_TH = feed(feature_TH) if i else feature_TH
+        if entry:
+            feature_TH = entry.join(entry.token(embedding_TD), feature_TH, position_T + i)
         for depth, layer in enumerate(layers):
             attention = layer.self_attn
-            mixed_TI = layer.mix(embed(shift(ids_T, i + 1)), feature_TH)
+            mixed_TI = layer.mix(embedding_TD, feature_TH) if depth == 0 else layer.normed(feature_TH)
             key_TGE, value_TGE = attention.keys_values(mixed_TI, position_T + i)
             keys[depth].append(key_TGE)
             values[depth].append(value_TGE)

@@ -36,6 +36,7 @@ from headwright.data.jobs import Jobs
 from headwright.data.store import FeatureReader, bytes_per_token
 from headwright.data.stream import FeatureStream
 from headwright.data.target import Target
+from headwright.heads.eagle3 import Config
 
 
 def make_corpus(path: Path, tokenizer: Any, documents: int, longest: int) -> None:
@@ -104,7 +105,7 @@ def padded_bytes(lengths: list[int], width: int, batch: int = 32) -> float:
 def bench(arguments: argparse.Namespace) -> None:
     """Speed, size and reading."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = Target.load(TargetConfig(model=arguments.model), "auto", device)
+    target = Target.load(TargetConfig(model=arguments.model), Config().choose_taps, device)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)
         make_corpus(root / "corpus.jsonl", target.tokenizer, arguments.documents, arguments.longest)

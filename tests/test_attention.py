@@ -204,7 +204,7 @@ def kernel(request, monkeypatch):
     """Each kernel in turn: in pieces of a few rows where it works in pieces, CudaFlash over the model of its interface."""
     name, _, cut = request.param.partition(", ")
     chosen = getattr(attention, name)
-    monkeypatch.setattr(attention, "choose_kernel", lambda query: chosen)
+    monkeypatch.setattr(attention, "choose_kernel", lambda query, values: chosen)
     monkeypatch.setattr(Blockwise, "ROWS", 3)
     if cut:
         monkeypatch.setattr(CpuFlash, "ROWS", 2)
@@ -240,7 +240,7 @@ def test_odd_widths(width):
 @pytest.mark.parametrize("kernel_name", ["CpuFlash", "Blockwise"])
 def test_half_precision_is_near_the_dense_softmax(monkeypatch, kernel_name, dtype):
     """Against fp64 of the same rounded inputs; scores of a few units."""
-    monkeypatch.setattr(attention, "choose_kernel", lambda query: getattr(attention, kernel_name))
+    monkeypatch.setattr(attention, "choose_kernel", lambda query, values: getattr(attention, kernel_name))
     for (heads, groups), width, own in ((GROUPS[0], 8, 0), (GROUPS[1], 80, 2), (GROUPS[2], 24, 4), (GROUPS[3], 2, 3)):
         assert_right(make_case(LAYOUTS["documents"], heads, groups, width, own, dtype=dtype), dtype, HALF[dtype])
 
@@ -269,7 +269,7 @@ def test_any_layout_equals_dense_softmax(data):
     try:
         Blockwise.ROWS = CpuFlash.ROWS = data.draw(st.integers(1, 5))
         for name in ("CpuFlash", "Blockwise"):
-            attention.choose_kernel = lambda query, name=name: getattr(attention, name)
+            attention.choose_kernel = lambda query, values, name=name: getattr(attention, name)
             assert_right(case, torch.float64, DTYPES[torch.float64])
     finally:
         attention.choose_kernel, Blockwise.ROWS, CpuFlash.ROWS = chosen, rows, cut
@@ -300,7 +300,7 @@ def test_no_queries_on_a_gpu(monkeypatch):
 
 def test_flash_for_gpus_is_called_as_pytorch_describes_it(monkeypatch):
     """On PyTorch's own description of the kernel: shapes, dtypes and arguments of both calls."""
-    monkeypatch.setattr(attention, "choose_kernel", lambda query: CudaFlash)
+    monkeypatch.setattr(attention, "choose_kernel", lambda query, values: CudaFlash)
     for layout in LAYOUTS.values():
         case = make_case(layout, width=16, dtype=torch.bfloat16)
         query, keys, values, *flat = (x.to("meta").requires_grad_() for x in case.tensors)
@@ -450,7 +450,7 @@ def test_no_matrix_of_scores(monkeypatch, name, most):
     block of scores; nothing that is kept has more than an input.
     """
     rows, width = 1500, 4
-    monkeypatch.setattr(attention, "choose_kernel", lambda query: getattr(attention, name))
+    monkeypatch.setattr(attention, "choose_kernel", lambda query, values: getattr(attention, name))
     monkeypatch.setattr(Blockwise, "ROWS", 64)
     case = make_case([(rows, [(0, rows)])], 1, 1, width, own=4, shuffled=False).like(torch.float32)
     kept = []
@@ -459,7 +459,7 @@ def test_no_matrix_of_scores(monkeypatch, name, most):
         Largest() as watch,
     ):
         flat = [part for pair in case.own for part in pair]
-        Merged.apply(case.query, case.keys, case.values, case.spans, *flat).sum().backward()
+        Merged.apply(case.query, case.keys, case.values, case.spans, None, *flat).sum().backward()
     assert case.keys.grad.any()
     assert max(kept) <= (rows + 4) * width
     assert rows * width <= watch.entries <= most * rows
@@ -497,7 +497,7 @@ def test_nothing_is_asked_of_the_device(no_autocast, monkeypatch, kind, learned)
     head = make_tiny_head(target, steps=3).to(getattr(torch, kind))
     batch = pack(documents_for(target))
     if kind == "bfloat16" and learned:
-        monkeypatch.setattr(attention, "choose_kernel", lambda query: CudaFlash if len(query) else Blockwise)
+        monkeypatch.setattr(attention, "choose_kernel", lambda query, values: CudaFlash if len(query) else Blockwise)
     target.model.to("meta")
     batch = (batch if learned else batch.without_loss()).to("meta", getattr(torch, kind))
     head.to("meta")
@@ -523,7 +523,7 @@ def test_flash_on_a_gpu_equals_dense_softmax(layout, dtype):
     for own in range(3):
         for (heads, groups), width in zip(GROUPS, (8, 24, 80, 128)):
             case = make_case(LAYOUTS[layout], heads, groups, width, own, shuffled=own == 1)
-            assert attention.choose_kernel(case.query.to("cuda", dtype)) is CudaFlash
+            assert attention.choose_kernel(*[case.query.to("cuda", dtype)] * 2) is CudaFlash
             assert_right(case, dtype, HALF[dtype], "cuda")
 
 
@@ -534,7 +534,7 @@ def test_blockwise_on_a_gpu_equals_dense_softmax(layout):
     """fp32, for which there is no flash kernel."""
     for own in range(3):
         case = make_case(LAYOUTS[layout], 6, 2, 24, own, shuffled=own == 1)
-        assert attention.choose_kernel(case.query.to("cuda", torch.float32)) is Blockwise
+        assert attention.choose_kernel(*[case.query.to("cuda", torch.float32)] * 2) is Blockwise
         assert_right(case, torch.float32, (2e-5, 2e-5), "cuda")
 
 

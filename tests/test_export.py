@@ -24,6 +24,7 @@ from headwright.heads.export import (
     export_run,
     head_drafts,
     read_back,
+    shared_tables,
     with_dtype,
     write_directory,
 )
@@ -71,7 +72,7 @@ def parts(run):
     """The target, the trained head and the prompts that exports are compared on."""
     target = Target.load(run.target, TAPS)
     head = load_head(run.directory / "head", target).float().eval()
-    return target, head, draft_cases(FeatureReader(store_path(run, "held-out")), 3)
+    return target, head, draft_cases(FeatureReader(store_path(run, "held-out")), target, 3)
 
 
 def test_tensors_are_exactly_the_golden_list(folder):
@@ -190,9 +191,9 @@ def test_independent_reader_drafts_what_the_head_drafts(tmp_path, family, config
             if "norm" in name:
                 weight.add_(torch.rand_like(weight))
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
-    reader, embedding = PlainEagle3(tmp_path), target.embed(torch.arange(head.spec.vocab_size))
+    reader, shared = PlainEagle3(tmp_path), shared_tables(target)
     for case in random_cases(head):
-        drafts, ours = reader.draft(embedding, case.following, case.taps_TKD, 5), head_drafts(head, target, case)
+        drafts, ours = reader.draft(shared, case, 5), head_drafts(head, target, case)
         assert drafts.tokens == ours.tokens
         assert drafts.logprobs == pytest.approx(ours.logprobs, abs=1e-4)
         assert len(drafts.tokens) == 5

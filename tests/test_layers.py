@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from test_rotary import llama_config
 from transformers.models.llama import modeling_llama
 
-from headwright.heads.layers import Attention, GatedFunction, NormFunction, RMSNorm, SwiGLU, attend
-from headwright.heads.rotary import Rotary
+from headwright.heads.layers import Attention, GatedFunction, NormFunction, RMSNorm, Sizes, SwiGLU, attend
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 = {
@@ -253,7 +252,7 @@ def test_attention_module_is_llamas():
     config = llama_config(LLAMA3)
     config._attn_implementation = "eager"
     theirs = modeling_llama.LlamaAttention(config, 0)
-    ours = Attention(64, 64, 4, 2, 16, Rotary(LLAMA3, 16))
+    ours = Attention(64, Sizes(64, 128, 4, 2, 16, 1e-6, LLAMA3))
     theirs.load_state_dict(ours.state_dict())
     x, positions = random(1, 9, 64), torch.arange(9)[None]
     causal = torch.ones(9, 9, dtype=torch.bool).tril()[None]

@@ -19,7 +19,7 @@ from headwright.data.target import read_rope
 from headwright.data.vocab import DraftVocab
 from headwright.heads.base import make_head
 from headwright.heads.eagle3_plain import PlainEagle3
-from headwright.heads.export import head_drafts, read_back, with_dtype, write_directory
+from headwright.heads.export import head_drafts, read_back, shared_tables, with_dtype, write_directory
 from headwright.heads.rotary import KNOWN, Rotary, TurnFunction, attention_scale, inverse_frequencies, served_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
@@ -301,9 +301,9 @@ def test_exports_are_read_back(tmp_path, kind):
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     assert export.config["rope_scaling"] == (None if kind in ("default", "dynamic") else scaling)
     write_directory(tmp_path, export)
-    reader, embedding = PlainEagle3(tmp_path), target.embed(torch.arange(head.spec.vocab_size))
+    reader, shared = PlainEagle3(tmp_path), shared_tables(target)
     for case in random_cases(head):
-        drafts, ours = reader.draft(embedding, case.following, case.taps_TKD, 5), head_drafts(head, target, case)
+        drafts, ours = reader.draft(shared, case, 5), head_drafts(head, target, case)
         assert drafts.tokens == ours.tokens
         assert drafts.logprobs == pytest.approx(ours.logprobs, abs=2e-3)
 

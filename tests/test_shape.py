@@ -52,7 +52,7 @@ from headwright.eval.tune import Trial, spread, tune, verdict
 from headwright.heads.base import Context, load_head
 from headwright.heads.chunked import ranks_of
 from headwright.heads.draft_tree import TreeShape, best_paths, most_nodes
-from headwright.heads.eagle3 import Drafting
+from headwright.heads.recurrent import Drafting
 from headwright.train.cli import main as command
 from headwright.train.run import train
 
@@ -269,7 +269,7 @@ def naive_ranks(head, target, document: DocumentFeatures, steps: int) -> torch.T
             continue
         context = Context(target, *following, torch.zeros(1, row + 1, 1), Policy(), lambda: torch.zeros(1))
         drafting = Drafting(head, state, target, head.absorb(state, context), steps)
-        logits_W = head.logits(drafting.hidden_BkH[:, 0])[0]
+        logits_W = head.logits(drafting.hidden_BkH[:, 0], target)[0]
         for step in range(steps):
             place = row + 2 + step
             if place >= len(ids) or not mask[place]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headwright.configs import UserError
 from headwright.configs.schema import TargetConfig
 from headwright.data.target import AttentionPlan, Target, choose_taps
+from headwright.heads.eagle3 import Config
 
 TARGETS = {family: make_target(family) for family in FAMILIES}
 WINDOWED = [family for family in FAMILIES if getattr(TARGETS[family].text, "sliding_window", None)]
@@ -106,7 +107,7 @@ def test_other_scalings_are_reproduced(config, changes):
     }
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**shape, **changes))
-    target = Target(model, make_tokenizer(), config, "auto")
+    target = Target(model, make_tokenizer(), config, Config().choose_taps)
     assert target.taps == (2, 3, 4)
     ids = random_ids(1, 12)
     close(target.logits(target.features(ids).last_BND), hugging_face(target, ids).logits)
@@ -258,10 +259,10 @@ def test_bad_taps(taps):
 
 
 def test_auto_taps():
-    assert choose_taps("auto", 32, "x") == (2, 16, 29)
-    assert choose_taps("auto", 7, "x") == (2, 3, 4)
+    assert choose_taps(Config().choose_taps, 32, "x") == (2, 16, 29)
+    assert choose_taps(Config().choose_taps, 7, "x") == (2, 3, 4)
     with pytest.raises(UserError, match=r"has 6 layers: harvest\.taps auto needs 7"):
-        choose_taps("auto", 6, "x")
+        choose_taps(Config().choose_taps, 6, "x")
 
 
 def test_missing_directory(tmp_path):

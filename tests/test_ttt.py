@@ -20,9 +20,10 @@ from headwright.data.vocab import DraftVocab
 from headwright.heads import fused, layers, rotary
 from headwright.heads.base import Context, make_head
 from headwright.heads.draft_tree import TreeShape
-from headwright.heads.eagle3 import Drafting, Layer
-from headwright.heads.layers import Attention, RMSNorm, SwiGLU
-from headwright.heads.rotary import Rotary, served_rope
+from headwright.heads.eagle3 import Layer
+from headwright.heads.layers import Block, Sizes
+from headwright.heads.recurrent import Drafting
+from headwright.heads.rotary import served_rope
 from headwright.heads.ttt import rollout, rollout_reference
 
 WIDTH, TAPS = 32, 3
@@ -341,7 +342,7 @@ def draft_along(head, target, document, row: int, steps: int):
     hidden = head.run(state, embedding, feature, state.next_slots(row + 1), state.visible(row + 1))
     state.advance(row + 1)
     drafting = Drafting(head, state, target, hidden[:, -1:], steps)
-    yield hidden[0, -1], head.logits(hidden[0, -1])
+    yield hidden[0, -1], head.logits(hidden[0, -1], target)
     for i in range(1, steps):
         logits = drafting.step(document.ids_T[None, row + 1 + i : row + 2 + i], torch.zeros(1, 1, dtype=torch.long))
         yield drafting.hidden_BkH[0, 0], logits[0, 0]
@@ -359,7 +360,9 @@ def test_rollout_step_equals_sequential_draft_steps(heads, tiny, target64, dtype
                 reach = sum(place < count for count in plan.counts)
                 for i, (hidden, logits) in enumerate(draft_along(head, target, document, row, reach)):
                     assert torch.allclose(outputs[i][place], hidden, rtol=tolerance, atol=tolerance), (row, i)
-                    assert torch.allclose(head.logits(outputs[i][place]), logits, rtol=tolerance, atol=10 * tolerance)
+                    assert torch.allclose(
+                        head.logits(outputs[i][place], tiny), logits, rtol=tolerance, atol=10 * tolerance
+                    )
                     compared += i > 0
     assert compared > 12
 
@@ -387,7 +390,7 @@ def test_proposed_chain_equals_rollout_over_its_own_tokens(heads, tiny):
     with torch.no_grad():
         outputs, plan = trimmed_rollout(head, target, batch, depth)
         place = plan.rows_P.tolist().index(committed - 1)
-        logq = torch.stack([head.logits(step[place]).log_softmax(-1).max() for step in outputs])
+        logq = torch.stack([head.logits(step[place], target).log_softmax(-1).max() for step in outputs])
     assert torch.allclose(tree.logprobs_BN[0, 1:], logq.cumsum(0), atol=1e-4)
 
 
@@ -487,35 +490,11 @@ def test_full_vocabulary_head_has_every_row(tiny):
 # Heads of several layers
 
 
-class Deeper(torch.nn.Module):
-    """An ordinary decoder layer: attention reads the normed feature alone."""
-
-    def __init__(self, spec, inner: int):
-        super().__init__()
-        width, eps = spec.hidden_size, spec.rms_norm_eps
-        turn = Rotary(spec.rope, spec.head_dim)
-        self.self_attn = Attention(width, width, spec.num_heads, spec.num_kv_heads, spec.head_dim, turn)
-        self.mlp = SwiGLU(width, inner)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
-
-    def embedded(self, embedding_XH):
-        raise AssertionError("asked of the first layer only")
-
-    def mix(self, embedding_XH, feature_XH):
-        return self.normed(feature_XH)
-
-    def normed(self, feature_XH):
-        return self.input_layernorm(feature_XH)
-
-    def finish(self, feature_XH, mixed_XQE):
-        middle_XH = feature_XH + self.self_attn.output(mixed_XQE)
-        return middle_XH + self.mlp(self.post_attention_layernorm(middle_XH))
-
-
 def make_layers(spec, depth: int, dtype=torch.float64) -> torch.nn.ModuleList:
     """EAGLE-3's layer and ordinary ones behind it, every weight random."""
     generator = torch.Generator().manual_seed(depth)
-    stack = torch.nn.ModuleList([Layer(spec, 24), *(Deeper(spec, 24) for _ in range(depth - 1))]).to(dtype)
+    sizes = Sizes.of(spec, inner=24)
+    stack = torch.nn.ModuleList([Layer(sizes), *(Block(sizes) for _ in range(depth - 1))]).to(dtype)
     with torch.no_grad():
         for weight in stack.parameters():
             drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3

@@ -81,6 +81,7 @@ def fit(
         for batches in stream.steps(state.step, state.total):
             rate = learning_rate(config, state.step, state.total)
             set_learning_rate(optimizer, rate)
+            unwrapped(accelerator, model).engine.progress = state.step / state.total
             norm = one_step(accelerator, model, optimizer, batches, target, config, meter)
             stopping = agreed(accelerator, stop.wanted)
             state.step += 1

@@ -1,6 +1,7 @@
 """Optimizer and learning-rate schedule."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -8,14 +9,17 @@ from torch import nn
 from headwright.configs.schema import TrainConfig
 
 
-def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, vectors do not."""
-    trainable = [weight for weight in head.parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for weight in trainable if weight.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [weight for weight in trainable if weight.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+def make_optimizer(
+    head: nn.Module, config: TrainConfig, rate_of: Callable[[str], float] = lambda name: 1.0
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; matrices decay, vectors do not. `rate_of`: a parameter's rate, in the run's."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, weight in head.named_parameters():
+        if weight.requires_grad:
+            decay = config.weight_decay if weight.ndim > 1 else 0.0
+            groups.setdefault((decay, rate_of(name)), []).append(weight)
+    made = [{"params": weights, "weight_decay": decay, "scale": scale} for (decay, scale), weights in groups.items()]
+    return torch.optim.AdamW(made, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(config: TrainConfig, step: int, total: int) -> float:
@@ -29,6 +33,6 @@ def learning_rate(config: TrainConfig, step: int, total: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Into every group."""
+    """Into every group, by its scale."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group["scale"]

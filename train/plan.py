@@ -8,7 +8,7 @@ what happened beside it.
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, size, table
 from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.corpus import read_corpus
-from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path
+from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path, taps_to_harvest
 from headwright.data.jobs import Jobs
 from headwright.data.packing import plan_epoch
 from headwright.data.sampling import Policy
@@ -81,7 +81,7 @@ def plan(run: RunConfig, dry_run: bool = False) -> None:
     started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = read_corpus(run.corpus, run.seed, run.directory)
-    target = Target.load(run.target, run.harvest.taps, device)
+    target = Target.load(run.target, taps_to_harvest(run), device)
     sides = [
         jobs_of(run, target.tokenizer, target.spec.max_positions, name, documents, corpus.skipped)
         for name, documents in (("train", corpus.train), ("held-out", corpus.held_out))
@@ -103,6 +103,7 @@ def predict(run: RunConfig, target: Target, sides: Sequence[Jobs]) -> Plan:
         tokens * per_token + responses * per_row + NOTE_BYTES * len(jobs)
         for (tokens, responses), jobs in zip(expected, sides)
     )
+    narrow(run, target, sample)
     head = probe_head(run, target, sample.documents)
     per_trained, steps = probe_training(run, target, head, sample.documents, expected[0][0])
     parameters = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
@@ -162,12 +163,21 @@ def expected_tokens(jobs: Jobs, shares: dict[bool, float]) -> tuple[int, int]:
     return round(tokens), round(responses)
 
 
+def narrow(run: RunConfig, target: Target, sample: Harvested) -> None:
+    """From here on only the taps that the head reads."""
+    wanted = run.head.choose_taps(target.spec.num_layers, target.taps)
+    columns = [target.taps.index(tap) for tap in wanted]
+    sample.documents = [replace(d, taps_TKD=d.taps_TKD[:, columns]) for d in sample.documents]
+    target.taps = wanted
+
+
 def probe_head(run: RunConfig, target: Target, documents: Sequence[DocumentFeatures]) -> DraftHead:
     """An untrained head of the right size. Its vocabulary is the sample's, filled up with any ids."""
     size = target.spec.vocab_size
     counts = count_tokens((d.ids_T[d.mask_T] for d in documents), size)
     kept = torch.argsort(counts, descending=True, stable=True)[: run.vocab.size or size].sort().values
     head = make_head(run.head, target.spec, target.taps, DraftVocab(kept, size)).to(target.device)
+    head.attach(target)
     head.initialise(target)
     return head
 
@@ -178,7 +188,7 @@ def probe_training(
     """Seconds per packed token, from a few real steps; and how many steps there will be."""
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
-    model, optimizer = accelerator.prepare(head, make_optimizer(head, run.train))
+    model, optimizer = accelerator.prepare(head, make_optimizer(head, run.train, head.rate_of))
     lengths, rows = [len(d.ids_T) for d in documents], [len(d.last_RD) for d in documents]
     groups = plan_epoch(lengths, rows, run.train.tokens_per_batch, run.seed, 0, "whole")
     batches = [pack([documents[piece.document] for piece in group]) for group in groups]

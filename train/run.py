@@ -13,17 +13,25 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, table
 from headwright.data import packing
 from headwright.data.corpus import read_corpus
-from headwright.data.harvest import check_features, check_offline, jobs_of, make_manifest, save_config, store_path
+from headwright.data.harvest import (
+    check_features,
+    check_offline,
+    jobs_of,
+    make_manifest,
+    open_store,
+    save_config,
+    store_path,
+)
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.packing import Long, plan_epoch
-from headwright.data.store import FeatureReader, write_json
+from headwright.data.store import write_json
 from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
 from headwright.data.vet import make_vet
 from headwright.data.vocab import choose_vocab, count_tokens, coverage
 from headwright.eval.metrics import read_metrics
 from headwright.eval.rollout_tau import rollout_tau
-from headwright.heads.base import DraftHead, Engine, make_head, save_head
+from headwright.heads.base import DraftHead, Engine, make_head, save_head, warm_start
 from headwright.heads.fused import switch
 from headwright.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from headwright.train.loop import Callbacks, fit, unwrapped
@@ -54,7 +62,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
     torch.manual_seed(run.seed)
-    held_out = FeatureReader(store_path(run, "held-out"))
+    held_out = open_store(run, "held-out")
     target = Target.load(run.target, held_out.manifest.taps, accelerator.device)
     features = open_features(run, target)
     for side in (features, held_out):
@@ -62,10 +70,12 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     vocab = choose_vocab(run, features, held_out.manifest.target, target.tokenizer)
     covered = coverage(vocab, count_tokens(held_out.response_tokens(), target.spec.vocab_size))
     head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
+    head.attach(target)
     head.initialise(target)
+    warmed = warm_start(head, Path(run.train.warm_start)) if run.train.warm_start else None
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
     switch(run.train.compile, accelerator.device)
-    optimizer = make_optimizer(head, run.train)
+    optimizer = make_optimizer(head, run.train, head.rate_of)
 
     stream = make_stream(run, features, head, accelerator)
     total = max(1, round(run.train.epochs * stream.steps_per_epoch()))
@@ -76,6 +86,8 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     if accelerator.is_main_process:
         save_config(run)  # only now: a run that the checkpoint refuses must not change what lies beside it
         show_start(run, head, stream, state, covered)
+        if warmed and state.step == 0:
+            say(warmed)
 
     def measure() -> dict[str, float]:
         head.eval()
@@ -118,7 +130,7 @@ def open_features(run: RunConfig, target: Target) -> Documents:
     """The training features: stored, or made by the target as they are asked for."""
     root = store_path(run, "train")
     if run.harvest.features == "stored":
-        return FeatureReader(root)
+        return open_store(run, "train")
     corpus = read_corpus(run.corpus, run.seed, run.directory)
     jobs = jobs_of(run, target.tokenizer, target.spec.max_positions, "train", corpus.train, corpus.skipped)
     manifest = make_manifest(run, target, jobs, 0)

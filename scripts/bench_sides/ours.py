@@ -94,7 +94,7 @@ def plain_loss(head: DraftHead, batch: FeatureBatch, tables: Tables) -> Tensor:
     total = feature_TH.new_zeros(())
     for i, output_TH in enumerate(outputs):
         rows = torch.nonzero(masks[:, i])[:, 0]
-        logq = head.logits(output_TH[rows]).log_softmax(-1)  # type: ignore[operator]
+        logq = head.logits(output_TH[rows], None).log_softmax(-1)  # type: ignore[operator]
         total = total + head.config.step_weight**i * kl(probs_TW[rows + 1 + i], logq).sum()
     return total
 
