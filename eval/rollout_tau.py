@@ -6,7 +6,7 @@ decoder's counters, up to near-ties when features were stored in less than the t
 steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,19 +60,26 @@ def rollout_tau(head: DraftHead, target: Target, reader: FeatureReader, depth: i
     return rollout_taus(head, target, reader, [depth], tokens_per_batch)[depth]
 
 
-@torch.inference_mode()
 def rollout_taus(
     head: DraftHead, target: Target, reader: FeatureReader, depths: Sequence[int], tokens_per_batch: int
 ) -> dict[int, Cycles]:
     """The same for several depths, from one rollout of the deepest."""
     totals = {depth: Cycles() for depth in depths}
+    for found in cycles_of_documents(head, target, reader, depths, tokens_per_batch):
+        for depth, total in totals.items():
+            total.accepted += found[depth].accepted
+            total.emitted += found[depth].emitted
+    return totals
+
+
+@torch.inference_mode()
+def cycles_of_documents(
+    head: DraftHead, target: Target, reader: FeatureReader, depths: Sequence[int], tokens_per_batch: int
+) -> Iterator[dict[int, Cycles]]:
+    """The cycles of each stored document, by depth."""
     for group in whole_batches(reader, tokens_per_batch):
         documents = [reader[document] for document in group]
         batch = pack(documents).to(target.device)
         right_TI = head.agreement(batch, target, max(depths)).cpu()
         for mask_T, part in zip((d.mask_T for d in documents), right_TI.split([len(d.ids_T) for d in documents])):
-            for depth, total in totals.items():
-                cycles = replay(mask_T, part[:, :depth])
-                total.accepted += cycles.accepted
-                total.emitted += cycles.emitted
-    return totals
+            yield {depth: replay(mask_T, part[:, :depth]) for depth in depths}

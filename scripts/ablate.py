@@ -1,0 +1,189 @@
+"""Which choice trains the better head: the same features, a grid of settings, one seed or several, τ with intervals.
+
+    headwright harvest --config configs/smollm2-eagle3.yaml
+    python scripts/ablate.py --config configs/smollm2-eagle3.yaml --sweep head.loss=kl,lk,tv 'head.taps=[2,15,27],[27]' --each
+
+--sweep names keys and their values; the first values together are what all others are compared with. Without --each every
+combination is trained, with it each key alone is changed. What is printed is the exact τ of a greedy chain on the held-out
+answers (by rollout, without decoding), with 95 % bootstrap intervals over the answers, those of differences paired. Each
+training's result is kept in runs/NAME/ablations.json: the same command continues where it stopped, and --table prints what is
+there.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headwright.configs import RunConfig, UserError
+from headwright.configs.command import clean_exit
+from headwright.configs.console import say, table
+from headwright.configs.load import load_run, parse
+from headwright.data.harvest import open_store
+from headwright.data.store import write_json, write_text
+from headwright.data.target import Target
+from headwright.eval.metrics import bootstrap
+from headwright.eval.rollout_tau import cycles_of_documents
+from headwright.heads.base import load_head
+from headwright.train.run import measured_depth, train
+
+Setting = tuple[str, ...]
+Answer = tuple[int, int]  # tokens emitted and cycles of one held-out answer
+
+
+def values_of(sweep: str) -> list[str]:
+    """`key=a,b,[c,d]` → overrides of the key. Raises UserError."""
+    key, separator, text = sweep.partition("=")
+    values = parse(f"[{text}]") if separator and text else []
+    if not key or not isinstance(values, list) or not values:
+        raise UserError(f"--sweep {sweep!r}: write key=value,value,…; lists in brackets: head.taps=[2,15,27],[27]")
+    return [f"{key}={json.dumps(value)}" for value in values]
+
+
+def grid(sweeps: Sequence[str], each: bool) -> list[Setting]:
+    """All combinations, or one change at a time. The first is what others are compared with."""
+    values = [values_of(sweep) for sweep in sweeps]
+    if not each:
+        return list(itertools.product(*values))
+    first = tuple(part[0] for part in values)
+    single = [(*first[:place], value, *first[place + 1 :]) for place, part in enumerate(values) for value in part[1:]]
+    return [first, *single]
+
+
+def trained(arguments: argparse.Namespace, setting: Setting, seed: int) -> dict[str, Any]:
+    """Train a setting and measure its best head. Its run directory is removed afterwards, unless --keep."""
+    base = load_run(arguments.config, arguments.overrides)
+    changed = load_run(arguments.config, [*arguments.overrides, *setting])
+    digest = hashlib.blake2b(" ".join(setting).encode(), digest_size=4).hexdigest()
+    run = replace(changed, name=f"{base.name}-ablate-{digest}-{seed}", features=base.features or base.name, seed=seed)
+    before = cpu_seconds()
+    train(run)
+    spent = cpu_seconds() - before
+    found = {"answers": answers_of(run), "cpu_seconds": spent, "steps": steps_of(run)}
+    if not arguments.keep:
+        shutil.rmtree(run.directory)
+    return found
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def steps_of(run: RunConfig) -> int:
+    """Optimizer steps of a finished training."""
+    return int(json.loads((run.directory / "training.json").read_text(encoding="utf-8"))["step"])
+
+
+def answers_of(run: RunConfig) -> list[Answer]:
+    """The best head's cycles on each held-out answer."""
+    reader = open_store(run, "held-out")
+    target = Target.load(run.target, reader.manifest.taps, "cpu")
+    head = load_head(run.directory / "head", target).eval()
+    depth = measured_depth(run)
+    cycles = cycles_of_documents(head, target, reader, [depth], run.train.tokens_per_batch)
+    return [(sum(found[depth].emitted), len(found[depth].emitted)) for found in cycles]
+
+
+def tau(answers: Sequence[Answer]) -> float:
+    """τ over several answers."""
+    return sum(emitted for emitted, _ in answers) / max(1, sum(cycles for _, cycles in answers))
+
+
+def difference(pairs: Sequence[tuple[Answer, Answer]]) -> float:
+    """τ of the second less τ of the first, over the same answers."""
+    return tau([after for _, after in pairs]) - tau([before for before, _ in pairs])
+
+
+def label(setting: Setting, first: Setting) -> str:
+    """What a setting changes."""
+    changed = [part for part, usual in zip(setting, first) if part != usual]
+    return ", ".join(changed or [f"{part} (compared with)" for part in first[:1]]).replace('"', "")
+
+
+def rows_of(settings: Sequence[Setting], kept: dict[str, Any], seeds: int) -> Iterator[list[str]]:
+    """One row for each setting that is trained with all seeds."""
+    usual = [kept.get(key_of(settings[0], seed)) for seed in range(seeds)]
+    for setting in settings:
+        found = [kept.get(key_of(setting, seed)) for seed in range(seeds)]
+        if None in found or None in usual:
+            continue
+        answers = [tuple(answer) for result in found for answer in result["answers"]]  # type: ignore[index]
+        before = [tuple(answer) for result in usual for answer in result["answers"]]  # type: ignore[index]
+        low, high = bootstrap(answers, tau, 0)
+        apart = list(zip(before, answers))
+        least, most = bootstrap(apart, difference, 0)
+        by_seed = [f"{tau(result['answers']):.3f}" for result in found]  # type: ignore[index]
+        yield [
+            label(setting, settings[0]),
+            f"{tau(answers):.3f} [{low:.3f}, {high:.3f}]",
+            "–" if setting == settings[0] else f"{difference(apart):+.3f} [{least:+.3f}, {most:+.3f}]",
+            f"{sum(result['cpu_seconds'] for result in found) / seeds:.0f}",  # type: ignore[index]
+            *([", ".join(by_seed)] if seeds > 1 else []),
+        ]
+
+
+def key_of(setting: Setting, seed: int) -> str:
+    """Where a result is kept."""
+    return f"{' '.join(setting)} seed={seed}"
+
+
+def show(settings: Sequence[Setting], kept: dict[str, Any], seeds: int, out: Path | None) -> None:
+    """The table, and as Markdown where asked."""
+    columns = ["setting", "τ [95 %]", "against the first", "CPU s", *(["by seed"] if seeds > 1 else [])]
+    rows = list(rows_of(settings, kept, seeds))
+    table("held-out τ of a greedy chain", columns, rows)
+    if out is not None:
+        lines = ["| " + " | ".join(cells) + " |" for cells in [columns, ["---"] * len(columns), *rows]]
+        write_text(out, "\n".join(lines) + "\n")
+
+
+def ablate(arguments: argparse.Namespace) -> None:
+    """Train what is missing, then show all."""
+    base = load_run(arguments.config, arguments.overrides)
+    settings = grid(arguments.sweep, arguments.each)
+    for setting in settings:
+        load_run(
+            arguments.config, [*arguments.overrides, *setting]
+        )  # every setting is sound before the first is trained
+    path = base.directory / "ablations.json"
+    context = f"{arguments.config} {' '.join(arguments.overrides)}".strip()
+    everything = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = everything.setdefault(context, {})
+    for seed, setting in itertools.product(range(arguments.seeds), settings):
+        if arguments.table or key_of(setting, seed) in kept:
+            continue
+        say(f"{label(setting, settings[0])}, seed {seed}")
+        kept[key_of(setting, seed)] = trained(arguments, setting, seed)
+        write_json(path, everything)
+    show(settings, kept, arguments.seeds, arguments.out)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the run file; its features must be harvested")
+    parser.add_argument("--sweep", nargs="+", required=True, metavar="KEY=VALUES", help="a key and its values")
+    parser.add_argument("--each", action="store_true", help="change one key at a time instead of all combinations")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each setting")
+    parser.add_argument("--keep", action="store_true", help="keep every training's run directory")
+    parser.add_argument("--table", action="store_true", help="train nothing, print what is there")
+    parser.add_argument("--out", type=Path, help="also write the table as Markdown")
+    parser.add_argument(
+        "--set", nargs="*", default=[], dest="overrides", metavar="section.key=value", help="change keys of the run file"
+    )
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with clean_exit():
+        ablate(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
