@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import torch.nn.functional as F
 import transformers
@@ -89,6 +90,22 @@ class AttentionPlan:
         return self.ready[window, groups, device]
 
 
+class BorrowedAttention:
+    """In a plan's place: whoever runs a layer does its attention."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        self.attend = attend
+
+    def run(
+        self, query_BQNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scaling: float | None, others: Any
+    ) -> Tensor:
+        """Attention [B, N, Q, E]. What the caller cannot know of must not be there."""
+        if others.get("softcap") is not None or others.get("s_aux") is not None:
+            raise UserError("this target caps its attention scores or has sinks: set head.block=llama")
+        usual = query_BQNE.shape[-1] ** -0.5
+        return self.attend(query_BQNE * ((scaling or usual) / usual), key_BGSE, value_BGSE)
+
+
 def plan_attention(
     module: nn.Module,
     query_BQNE: Tensor,
@@ -99,10 +116,12 @@ def plan_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    plan: AttentionPlan | None = None,
+    plan: AttentionPlan | BorrowedAttention | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention under a plan. Query heads of one group are folded into the query length: keys are never repeated."""
+    if isinstance(plan, BorrowedAttention):
+        return plan.run(query_BQNE, key_BGSE, value_BGSE, scaling, {"softcap": softcap, **others}), None
     if plan is None:
         raise RuntimeError("this model's layers do not pass keyword arguments on to their attention")
     batch, query_heads, new, width = query_BQNE.shape
@@ -178,6 +197,7 @@ class Target:
         self.own_attention = model.config._attn_implementation
         self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
         self.captured: dict[int, Tensor] = {}
+        self.source: str | None = None  # a directory, or a hub name
         self.spare: dict[tuple[int, int], list[Any]] = {}  # caches with captured passes that are free (graphs.py)
         self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.place_hooks()
@@ -206,7 +226,18 @@ class Target:
         if loaded["missing_keys"]:  # transformers fills them with noise and only warns
             raise UserError(f"target.model {config.model}: weights are missing: {sorted(loaded['missing_keys'])[:3]}")
         model = model if config.device_map else model.to(device)
-        return cls(model, tokenizer, config.model, taps, config.revision, stored)
+        target = cls(model, tokenizer, config.model, taps, config.revision, stored)
+        target.source = where
+        return target
+
+    def folder(self) -> Path:
+        """Where its checkpoint lies; that of a hub model is what was downloaded."""
+        if self.source is None:
+            raise UserError(f"target {self.spec.name}: it was not loaded from a checkpoint")
+        path = Path(self.source)
+        if path.is_dir():
+            return path
+        return Path(huggingface_hub.snapshot_download(self.source, revision=self.spec.revision))
 
     @property
     def device(self) -> torch.device:

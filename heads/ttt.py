@@ -185,6 +185,15 @@ class Rollout:
         return attention.turned_query(query, positions_N)
 
 
+def context_outputs(layers: Sequence[RolloutLayer], feature_CH: Tensor, rows: Rows) -> Tensor:
+    """Layers over the context that read no tokens, run once: outputs of the computed rows [P, H]."""
+
+    def nothing(ids_X: Tensor) -> Tensor:
+        return feature_CH.new_zeros(*ids_X.shape, 0)
+
+    return Rollout(layers, nothing, feature_CH, rows, None, unchanged, None).first(feature_CH)
+
+
 class PlainLayer(RolloutLayer, Protocol):
     """A layer as the reference runs it."""
 

@@ -1,0 +1,272 @@
+"""The MTP tensors that checkpoints ship: how families name them, where their layout differs from ours, reading and writing
+back.
+
+Formats (vLLM 0.32): DeepSeek-V3 and GLM-4-MoE `model.layers.{L}.*`, Qwen3-Next and Qwen3.5 `mtp.*` with norm gains of 1 + w,
+MiMo `model.mtp_layers.{i}.*` with the feature's half of the projection first, ERNIE-4.5 `model.mtp_*` without a norm after the
+layer.
+Shapes: D target width, E experts, I width of an expert.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from headwright.configs import UserError, reason
+from headwright.data.target import Target
+from headwright.heads.base import Drafts, Export
+
+if TYPE_CHECKING:
+    from headwright.heads.mtp import Head
+
+PARTS = ("enorm", "hnorm", "eh_proj", "norm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a module's parts. {i}: the module; {n}: the number of the target's layers plus i; the layer's own tensors stand
+    under `layer` in the names of the target's layers. `extra`: tensors beside them that are the target's own.
+    """
+
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    norm: str | None
+    layer: str
+    extra: tuple[str, ...] = ()
+    feature_first: bool = False
+    gain_from_zero: bool = False
+
+    def place(self, name: str, module: int, layers: int) -> str:
+        """A name with its numbers."""
+        return name.format(i=module, n=layers + module)
+
+
+DEEPSEEK = Family(
+    "model.layers.{n}.enorm.weight",
+    "model.layers.{n}.hnorm.weight",
+    "model.layers.{n}.eh_proj.weight",
+    "model.layers.{n}.shared_head.norm.weight",
+    "model.layers.{n}.",
+    ("model.layers.{n}.shared_head.head.weight", "model.layers.{n}.embed_tokens.weight"),
+)
+QWEN = Family(
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight",
+    "mtp.norm.weight",
+    "mtp.layers.{i}.",
+    gain_from_zero=True,
+)
+MIMO = Family(
+    "model.mtp_layers.{i}.token_layernorm.weight",
+    "model.mtp_layers.{i}.hidden_layernorm.weight",
+    "model.mtp_layers.{i}.input_proj.weight",
+    "model.mtp_layers.{i}.final_layernorm.weight",
+    "model.mtp_layers.{i}.",
+    feature_first=True,
+)
+ERNIE = Family(
+    "model.mtp_emb_norm.{i}.weight",
+    "model.mtp_hidden_norm.{i}.weight",
+    "model.mtp_linear_proj.{i}.weight",
+    None,
+    "model.mtp_block.{i}.",
+)
+FAMILIES = {"deepseek": DEEPSEEK, "qwen": QWEN, "mimo": MIMO, "ernie": ERNIE}
+
+
+class Checkpoint:
+    """The safetensors files of a directory, read tensor by tensor."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        try:
+            self.where = self.indexed(index) if index.is_file() else self.listed(folder)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UserError(f"{folder}: its weights cannot be read: {reason(error)}") from None
+
+    @staticmethod
+    def indexed(index: Path) -> dict[str, str]:
+        """Files by tensor, as the index has them. A file must lie in the directory itself."""
+        where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        outside = [file for file in set(where.values()) if Path(file).name != file]
+        if outside:
+            raise ValueError(f"{index.name} names a file outside the directory: {outside[0]}")
+        return where
+
+    @staticmethod
+    def listed(folder: Path) -> dict[str, str]:
+        """Files by tensor, as the files have them."""
+        where = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                where |= dict.fromkeys(file.keys(), path.name)
+        return where
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in fp32."""
+        try:
+            with safe_open(self.folder / self.where[name], "pt") as file:
+                return file.get_tensor(name).float()
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.folder}: {name} cannot be read: {reason(error)}") from None
+
+
+def find_family(checkpoint: Checkpoint, layers: int) -> str:
+    """Which family's names the checkpoint has. Raises UserError where it ships no MTP tensors that are known."""
+    for name, family in FAMILIES.items():
+        if family.place(family.eh_proj, 0, layers) in checkpoint.where:
+            return name
+    raise UserError(
+        f"head.start native: {checkpoint.folder} ships no MTP tensors of a known kind (looked for "
+        f"{', '.join(family.place(family.eh_proj, 0, layers) for family in FAMILIES.values())}): start from last-layer"
+    )
+
+
+@torch.no_grad()
+def import_native(head: "Head", target: Target, folder: Path) -> dict[str, str]:
+    """Fill the head's modules from the target's checkpoint. Returns what an export needs to write them back.
+
+    Raises UserError where a tensor is missing, or the head's options differ from what the family computes.
+    """
+    checkpoint = Checkpoint(folder)
+    layers = target.spec.num_layers
+    name = find_family(checkpoint, layers)
+    family = FAMILIES[name]
+    if (family.norm is None) == head.config.norm:
+        raise UserError(f"head.norm: {name} modules have {'no' if family.norm is None else 'a'} norm after their layer")
+    for number, module in enumerate(head.mtp):
+        for part in PARTS:
+            source = getattr(family, part)
+            if source is not None:
+                own: nn.Module = getattr(module, part)
+                value = ours(part, need(checkpoint, family.place(source, number, layers)), family)
+                put(own.weight, value, source)  # type: ignore[arg-type]
+        prefix = family.place(family.layer, number, layers)
+        for key, own_value in module.block.layer.state_dict().items():
+            put(own_value, layer_tensor(checkpoint, prefix, key, own_value), prefix + key)
+    return {"family": name, "layers": str(layers)}
+
+
+def put(own: Tensor, value: Tensor, name: str) -> None:
+    """A tensor of the same shape."""
+    if own.shape != value.shape:
+        raise UserError(
+            f"head.start native: {name} has shape {list(value.shape)}, the target's layer {list(own.shape)}"
+        )
+    own.copy_(value)
+
+
+def need(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor that must be there."""
+    if name not in checkpoint.where:
+        raise UserError(f"head.start native: {checkpoint.folder} lacks {name}: its MTP module is not whole")
+    return checkpoint.read(name)
+
+
+def ours(part: str, value: Tensor, family: Family) -> Tensor:
+    """A tensor in our layout: gains from one, the token's half of the projection first."""
+    if part == "eh_proj":
+        return swapped(value) if family.feature_first else value
+    return value + 1 if family.gain_from_zero else value
+
+
+def theirs(part: str, value: Tensor, family: Family) -> Tensor:
+    """The inverse."""
+    if part == "eh_proj":
+        return swapped(value) if family.feature_first else value
+    return value - 1 if family.gain_from_zero else value
+
+
+def swapped(weight_D2D: Tensor) -> Tensor:
+    """The two halves of the columns, changed over."""
+    return torch.cat(list(reversed(weight_D2D.chunk(2, 1))), 1)
+
+
+# A layer's tensors. Checkpoints keep experts one by one, transformers as one tensor of each kind.
+
+
+def layer_tensor(checkpoint: Checkpoint, prefix: str, key: str, like: Tensor) -> Tensor:
+    """A tensor of the layer, experts put together where they stand apart."""
+    if prefix + key in checkpoint.where or like.ndim != 3 or ".experts." not in key:
+        return need(checkpoint, prefix + key)
+    return torch.stack(
+        [torch.cat([need(checkpoint, name) for name in names]) for names in experts(prefix + key, len(like))]
+    )
+
+
+def experts(name: str, count: int) -> Iterator[list[str]]:
+    """The names of each expert's tensors that `…experts.gate_up_proj` or `…experts.down_proj` holds."""
+    stem, kind = re.fullmatch(r"(.*\.experts)\.(\w+)", name).groups()  # type: ignore[union-attr]
+    parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+    for expert in range(count):
+        yield [f"{stem}.{expert}.{part}.weight" for part in parts]
+
+
+def apart(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A layer's tensor as checkpoints keep it."""
+    if value.ndim != 3 or ".experts." not in name:
+        return {name: value}
+    found = {}
+    for names, expert in zip(experts(name, len(value)), value):
+        found |= dict(zip(names, expert.chunk(len(names))))
+    return found
+
+
+def native_tensors(head: "Head") -> dict[str, Tensor]:
+    """The head's tensors under the checkpoint's names."""
+    family, layers = FAMILIES[head.config.native["family"]], int(head.config.native["layers"])
+    tensors: dict[str, Tensor] = {}
+    for number, module in enumerate(head.mtp):
+        for part in PARTS:
+            source = getattr(family, part)
+            if source is not None:
+                tensors[family.place(source, number, layers)] = theirs(
+                    part, getattr(module, part).weight.detach(), family
+                )
+        prefix = family.place(family.layer, number, layers)
+        for key, value in module.block.layer.state_dict().items():
+            tensors |= apart(prefix + key, value)
+    return tensors
+
+
+def export_native(head: "Head", engine: str) -> Export:
+    """An overlay: the checkpoint's MTP tensors, trained. `headwright stitch` puts them into a copy of the checkpoint."""
+    if engine != "native" or not head.config.native:
+        raise UserError(
+            f"export.engines {engine!r}: an MTP head that began as a checkpoint's own (head.start native) exports as: native; "
+            "others are not exported yet"
+        )
+    tensors = native_tensors(head)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    config: dict[str, Any] = {"headwright_mtp": dict(head.config.native), "num_nextn_predict_layers": len(head.mtp)}
+    return Export(tensors, config, shapes, lambda folder: NativeReader(head, folder), launch_lines)
+
+
+class NativeReader:
+    """Reads an overlay back into a copy of the head."""
+
+    def __init__(self, head: "Head", folder: Path):
+        self.head, self.folder = head, folder
+
+    def draft(self, *_: Any) -> Drafts:
+        """By the tensors themselves: see `headwright.heads.export.read_back`."""
+        raise NotImplementedError
+
+
+def launch_lines(target: str, folder: Path, dtype: str) -> str:
+    """How a stitched checkpoint is served."""
+    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
+    return f"""Put these tensors into a copy of the checkpoint, then serve that:
+
+    headwright stitch {folder} --into COPY
+    vllm serve COPY --speculative-config '{speculative}'
+"""
