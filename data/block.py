@@ -88,8 +88,8 @@ def llama_block(spec: TargetSpec) -> DecoderBlock:
         rms_norm_eps=spec.rms_norm_eps,
         rope_parameters=dict(spec.rope),
         max_position_embeddings=spec.max_positions,
-        attn_implementation=ATTENTION,
     )
+    config._attn_implementation = ATTENTION
     block = DecoderBlock(LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config), None)
     renew(block, spec)
     return block

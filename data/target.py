@@ -197,6 +197,7 @@ class Target:
         self.own_attention = model.config._attn_implementation
         self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
         self.captured: dict[int, Tensor] = {}
+        self.adapted: list[Any] = []  # layers that an adapter changes
         self.source: str | None = None  # a directory, or a hub name
         self.spare: dict[tuple[int, int], list[Any]] = {}  # caches with captured passes that are free (graphs.py)
         self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -229,6 +230,12 @@ class Target:
         target = cls(model, tokenizer, config.model, taps, config.revision, stored)
         target.source = where
         return target
+
+    def as_it_was(self) -> None:
+        """Without any adapter. Captured passes are forgotten: they would not notice."""
+        self.spare.clear()
+        for layer in self.adapted:
+            layer.enable_adapters(False)
 
     def folder(self) -> Path:
         """Where its checkpoint lies; that of a hub model is what was downloaded."""
@@ -286,7 +293,7 @@ class Target:
         """
         if len(ids_W) == len(self.lm_head.weight):  # ids ascend: the whole vocabulary, which needs no copy
             return self.lm_head.weight, self.lm_head.bias
-        if self.kept_rows is None or self.kept_rows[0] is not ids_W:
+        if self.kept_rows is None or self.kept_rows[0] is not ids_W or self.lm_head.weight.requires_grad:
             bias = self.lm_head.bias
             self.kept_rows = (ids_W, self.lm_head.weight[ids_W], None if bias is None else bias[ids_W])
         return self.kept_rows[1], self.kept_rows[2]
@@ -331,6 +338,16 @@ class Target:
         positions = torch.arange(length, device=self.device).expand_as(ids_BT)
         causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         return self.run(ids_BT, positions, AttentionPlan(causal[None], positions[:1], positions[:1], causal=True), None)
+
+    def packed(self, ids_T: Tensor, segment_T: Tensor, position_T: Tensor) -> Tensor:
+        """`last` [T, D] of documents that lie behind each other, none of which sees another. Gradients flow, where the model
+        has any to train.
+        """
+        ids_T, segment_T, position_T = (part.to(self.device) for part in (ids_T, segment_T, position_T))
+        rows_T = torch.arange(len(ids_T), device=self.device)
+        seen_TT = (segment_T[:, None] == segment_T[None, :]) & (rows_T[None, :] <= rows_T[:, None])
+        plan = AttentionPlan(seen_TT[None], position_T[None], position_T[None])
+        return self.run(ids_T[None], position_T[None], plan, None).last_BND[0]
 
     def run(self, ids_BN: Tensor, positions_BN: Tensor, plan: AttentionPlan, cache: Any | None) -> Features:
         """One forward of the decoder under our attention."""
@@ -456,9 +473,9 @@ class EarlyExit:
         with self.shortened():
             return self.target.weights()
 
-    def logits(self, last_XD: Tensor) -> Tensor:
+    def logits(self, last_XD: Tensor, ids_W: Tensor | None = None) -> Tensor:
         """The target's lm_head."""
-        return self.target.logits(last_XD)
+        return self.target.logits(last_XD, ids_W)
 
     def extend(self, *new: Any, **places: Any) -> Features:
         """`Target.extend` through the first layers only."""

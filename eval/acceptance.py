@@ -4,6 +4,7 @@ Writes `runs/<name>/report.json` (schema headwright.acceptance/1) and `report.ht
 """
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -21,10 +22,11 @@ import transformers
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import progress, say, table
+from headwright.data.batch import last_rows, pack
 from headwright.data.generate import Question, answer
 from headwright.data.harvest import check_offline, open_store
 from headwright.data.sampling import Policy
-from headwright.data.store import checksum, write_json
+from headwright.data.store import FeatureReader, checksum, write_json
 from headwright.data.target import Target
 from headwright.eval.baselines import others
 from headwright.eval.decode import Generation, Settings, decode_plain, generate_one
@@ -43,7 +45,9 @@ from headwright.eval.prompts import Prompt, held_out_prompts
 from headwright.eval.report import write_html
 from headwright.heads.base import Drafter, DraftHead, load_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.losses import kl
 
+SHIFT_DOCUMENTS = 24  # on which the change of an adapted target is measured
 SECTIONS = ("eval",)
 ABOUT = "Decode held-out prompts with the head and without, and report what it is worth."
 SCHEMA = "headwright.acceptance/1"
@@ -100,6 +104,8 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
                 work = partial(measure, run, target, name, drafter, shape, policy, prompts, baseline)
                 entries.append(done.recall(f"{name} {shape.name} T={policy.temperature:g}", work))
     top = done.recall("header", lambda: header(run, target, prompts, baseline))
+    if head.changes_target():
+        top["target_changed"] = done.recall("target", lambda: target_shift(head, target, reader))
     report = {"schema": SCHEMA, **top, "entries": entries, "seconds": done.seconds()}
     write_json(run.directory / "report.json", report)
     write_html(run.directory, report)
@@ -311,6 +317,24 @@ def logit_gap(target: Target, prompt: Prompt, text: list[int], plain: list[int],
     return float((logits[plain[place]] - logits[text[place]]).abs())
 
 
+@torch.inference_mode()
+def target_shift(head: DraftHead, target: Target, reader: FeatureReader) -> dict[str, Any]:
+    """How far a head's adapter has moved the target from what the features hold: on the first held-out answers, how often its
+    next token is still the same, and KL(the target as it was ‖ as it is).
+    """
+    same, distance, rows = 0, 0.0, 0
+    for document in itertools.islice(reader, SHIFT_DOCUMENTS):
+        batch = pack([document])
+        last_RD = target.packed(batch.ids_T, batch.segment_T, batch.position_T)[last_rows(document.mask_T)]
+        now_RV = target.logits(last_RD).float()
+        before_RV = target.logits(document.last_RD.to(last_RD)).float()
+        same += int((now_RV.argmax(-1).cpu() == document.argmax_R).sum())
+        distance += float(kl(before_RV.softmax(-1), now_RV.log_softmax(-1)).sum())
+        rows += len(last_RD)
+    shift = {"next_tokens": rows, "same_choice": same / max(rows, 1), "kl": distance / max(rows, 1)}
+    return shift | (head.changes_target() or {}) | {"text": changed(shift)}
+
+
 def sample(target: Target, generation: Generation, prompt: Prompt) -> dict[str, Any]:
     """A decoded answer, cut into the pieces that each cycle emitted."""
     pieces, start = [], 1
@@ -403,6 +427,8 @@ def show(report: dict[str, Any]) -> None:
         f"{first['baseline_hf_tokens_per_second']:.1f} tok/s (transformers' generate)"
     )
     say(verdict(first))
+    if "target_changed" in report:
+        say(report["target_changed"]["text"])
 
 
 def same_text(lossless: dict[str, Any] | None) -> str:
@@ -410,6 +436,14 @@ def same_text(lossless: dict[str, Any] | None) -> str:
     if lossless is None:
         return "–"
     return "not lossless" if "rule" in lossless else f"{lossless['identical']}/{lossless['prompts']}"
+
+
+def changed(shift: dict[str, Any]) -> str:
+    """What an adapter does to the text, in words."""
+    return (
+        f"this head's adapter changes the target: of {shift['next_tokens']} next tokens of held-out answers it chooses "
+        f"{shift['same_choice']:.1%} as before (KL {shift['kl']:.4f}). All the above compares it with itself, adapted"
+    )
 
 
 def verdict(entry: dict[str, Any]) -> str:

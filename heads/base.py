@@ -250,9 +250,17 @@ class DraftHead(nn.Module):
 
     def attach(self, target: Target) -> None:
         """Take what the head needs of its target besides states: a kind of layer, or a place for an adapter."""
+        target.as_it_was()
 
     def initialise(self, target: Target) -> None:
         """Start from what the target already knows."""
+
+    def changes_target(self) -> dict[str, Any] | None:
+        """What the head changes in its target, for heads that adapt it; None: nothing, so that the text is the target's own."""
+        return None
+
+    def save_beside(self, folder: Path) -> None:
+        """Further files of a saved head."""
 
     def rate_of(self, name: str) -> float:
         """The learning rate of a parameter, in rates of the run."""
@@ -315,6 +323,7 @@ def save_head(head: DraftHead, folder: Path) -> None:
         "taps": list(head.taps),
     }
     write_json(folder / "head.json", described)
+    head.save_beside(folder)
 
 
 def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | None = None) -> DraftHead:

@@ -89,16 +89,20 @@ class Head(Stepwise):
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.heads[0].enter.weight.dtype
+        return next(self.heads.parameters()).dtype
 
     def initialise(self, target: Target) -> None:
         """Every lm_head starts as the target's."""
-        for lm_head in self.lm_heads:
+        for lm_head in self.projectors():
             lm_head.initialise(target, self.ids_W)
+
+    def projectors(self) -> list[SharedOrOwn]:
+        """One lm_head per step, or one for all."""
+        return list(self.lm_heads)  # type: ignore[arg-type]
 
     def projections(self, target: Target) -> list[Tensor]:
         """One lm_head per step, or the target's for all."""
-        return [lm_head.rows(target, self.ids_W) for lm_head in self.lm_heads]
+        return [lm_head.rows(target, self.ids_W) for lm_head in self.projectors()]
 
     def outputs(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
         """Each head's reading of the rows that reach it, with the text's own tokens as the path."""

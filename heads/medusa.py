@@ -3,11 +3,15 @@
 Head i: residual blocks x + silu(W x + b), W starting at zero, then an lm_head, which starts as the target's. All guesses are
 made at once, and none knows what the others guess: a tree is the product of their first choices.
 
+Medusa-2: `adapter` trains LoRA on the target as well, after the heads have learned alone for a while; the target is held to
+what it said before (self-distillation), and the heads' loss comes in by a ramp.
+
 Shapes: B texts, T packed tokens, P computed rows, K taps, k frontier nodes, D target width, W draft vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +19,18 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from headwright.configs import UserError
-from headwright.data.batch import FeatureBatch
-from headwright.data.rows import Rows
+from headwright.data.batch import FeatureBatch, to_device
+from headwright.data.rows import Rows, plan_rows
 from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
-from headwright.heads.base import Context, Export
+from headwright.heads.adapter import Adapter, AdapterConfig
+from headwright.heads.base import Context, Export, HeadLoss
+from headwright.heads.chunked import METRICS, Task, Weights, chunked_loss, plan_pairs, rows_in_memory
 from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.grow import grow
+from headwright.heads.losses import choose_loss, mixture
 from headwright.heads.steady import Steady
-from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig
+from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig, shared_rows, step_metrics
 
 
 @dataclass
@@ -37,6 +44,9 @@ class Config(StepwiseConfig):
     lm_head: Annotated[
         Literal["own", "shared"], "own: one for each head, starting as the target's; shared: the target's"
     ] = "own"
+    adapter: Annotated[
+        AdapterConfig | None, "LoRA on the target (Medusa-2); null: the target stays as it is (Medusa-1)"
+    ] = None
 
     def choose_taps(self, layers: int, stored: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """The stream after the last layer."""
@@ -70,21 +80,96 @@ class Head(Stepwise):
         )
         self.lm_heads = nn.ModuleList(SharedOrOwn(own, width, vocab) for _ in range(config.steps if own else 1))
         self.deepest = config.steps
+        self.live_TD: Tensor | None = None  # the adapted target's states of the batch at hand
+        self.everything: Tensor
+        self.register_buffer("everything", torch.arange(spec.vocab_size), persistent=False)
+
+    def attach(self, target: Target) -> None:
+        """A place for the adapter in the target's layers."""
+        super().attach(target)
+        if self.config.adapter is not None:
+            self.adapter = Adapter(self.config.adapter, target).to(target.device)
+
+    def changes_target(self) -> dict[str, Any] | None:
+        """The adapter."""
+        return None if self.config.adapter is None else {"adapter": asdict(self.config.adapter)}
+
+    def save_beside(self, folder: Path) -> None:
+        """The adapter in peft's format."""
+        if self.config.adapter is not None:
+            self.adapter.save(folder / "adapter")
+
+    def rate_of(self, name: str) -> float:
+        """The adapter learns more slowly than the heads."""
+        return self.config.adapter.rate if self.config.adapter and name.startswith("adapter.") else 1.0
 
     def initialise(self, target: Target) -> None:
         """Every lm_head starts as the target's."""
-        for lm_head in self.lm_heads:
+        for lm_head in self.projectors():
             lm_head.initialise(target, self.ids_W)
+
+    def projectors(self) -> list[SharedOrOwn]:
+        """One lm_head per step, or one for all."""
+        return list(self.lm_heads)  # type: ignore[arg-type]
 
     def projections(self, target: Target) -> list[Tensor]:
         """One lm_head per step, or the target's for all."""
-        return [lm_head.rows(target, self.ids_W) for lm_head in self.lm_heads]
+        return [lm_head.rows(target, self.ids_W) for lm_head in self.projectors()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.heads.parameters()).dtype
+
+    def loss(self, batch: FeatureBatch, target: Target) -> HeadLoss:
+        """Medusa-1: the heads' loss. Medusa-2: first the same, then λ times that, of the adapted target's states, beside the
+        distance of the adapted target from what it was.
+        """
+        if self.config.adapter is None:
+            return super().loss(batch, target)
+        if not self.adapter.joint(self.engine.progress):
+            heads = super().loss(batch, target)
+            return replace(heads, total=heads.total + self.adapter.nothing())
+        self.live_TD = target.packed(batch.ids_T, batch.segment_T, batch.position_T)
+        try:
+            heads = super().loss(batch, target)
+        finally:
+            live_TD, self.live_TD = self.live_TD, None
+        kept, metrics = self.distance(batch, target, live_TD)
+        return HeadLoss(kept + self.adapter.strength(self.engine.progress) * heads.total, heads.metrics | metrics)
+
+    def distance(
+        self, batch: FeatureBatch, target: Target, live_TD: Tensor
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Of the adapted target's next-token distributions from those that the features hold, over the whole vocabulary."""
+        config, ids_V = self.config.adapter, self.everything
+        assert config is not None
+        plan, weight = plan_rows(batch, 1), shared_rows(target, ids_V).float()
+        device = live_TD.device
+        task = Task(
+            plan_pairs(plan, rows_in_memory(weight, 1, self.engine.loss_mib)).to(device),
+            lambda where: target.logits(batch.last_RD[where]),
+            to_device(batch.logz_R, device),
+            to_device(batch.argmax_R, device),
+            mixture({choose_loss("kl"): config.distil, choose_loss("ce"): config.text}),
+            Weights(),
+        )
+        rows_P = to_device(plan.rows_P, device)
+        total, sums = chunked_loss(task, [weight], [live_TD[rows_P + 1].float()])
+        return total, {f"target_{name}": pair for name, pair in zip(METRICS, step_metrics(sums, plan, batch).values())}
 
     def outputs(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
         """Each head's reading of the rows that reach it."""
-        taps_PD = batch.taps_TKD[plan.rows_P, -1].to(self.heads[0][0].linear.weight.dtype)
-        feature_PD = target.final_norm(taps_PD)
+        feature_PD = self.features(batch, target, plan)
         return [head(feature_PD[:count]) for head, count in zip(self.heads, plan.counts)]
+
+    def features(self, batch: FeatureBatch, target: Target, plan: Rows) -> Tensor:
+        """The target's last states [P, D]: stored ones, or those of the adapted target."""
+        if self.live_TD is not None:
+            return self.live_TD[plan.rows_P].to(self.dtype)
+        if self.config.adapter is not None and not self.training:
+            return target.packed(batch.ids_T, batch.segment_T, batch.position_T)[plan.rows_P].to(self.dtype)
+        return target.final_norm(batch.taps_TKD[plan.rows_P, -1].to(self.dtype))
 
     def start(self, batch: int, slots: int) -> Steady:
         """No memory."""
@@ -93,7 +178,7 @@ class Head(Stepwise):
     @torch.inference_mode()
     def absorb(self, state: Steady, context: Context) -> Tensor:
         """The target's state at each text's last row [B, D]."""
-        return context.final(context.last_BMD).to(self.heads[0][0].linear.weight.dtype)
+        return context.final(context.last_BMD).to(self.dtype)
 
     @torch.inference_mode()
     def propose(self, state: Steady, context: Context, shape: TreeShape) -> Tree:

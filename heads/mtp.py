@@ -120,6 +120,7 @@ class Head(Recurrent):
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
         self.mtp = nn.ModuleList(Module(config, spec) for _ in range(config.modules))
+        self.links: list[Module] = list(self.mtp)  # type: ignore[arg-type]
         self.lm_head = SharedOrOwn(False, spec.hidden_size, vocab)
         self.chained = config.modules > 1
         self.deepest = config.modules if self.chained else None
@@ -127,11 +128,12 @@ class Head(Recurrent):
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.mtp[0].eh_proj.weight.dtype
+        return self.links[0].eh_proj.weight.dtype
 
     def attach(self, target: Target) -> None:
         """A decoder layer of the target's kind for every module."""
-        for module in self.mtp:
+        super().attach(target)
+        for module in self.links:
             module.block = make_block(target, self.config.block).to(module.eh_proj.weight.device)
 
     def initialise(self, target: Target) -> None:
@@ -139,7 +141,7 @@ class Head(Recurrent):
         if self.config.start == "native":
             self.config.native = import_native(self, target, target.folder())
             return
-        for module in self.mtp:
+        for module in self.links:
             if self.config.start == "random":
                 renew(module.block, self.spec)
             else:
@@ -161,18 +163,18 @@ class Head(Recurrent):
 
     def handed(self, place: int, hidden_XD: Tensor) -> Tensor:
         """What module `place` hands on."""
-        return self.mtp[place].norm(hidden_XD) if self.config.feed == "normed" else hidden_XD
+        return self.links[place].norm(hidden_XD) if self.config.feed == "normed" else hidden_XD
 
     def ready(self, hidden_XD: Tensor) -> Tensor:
         """What the lm_head reads of the one module."""
-        return self.mtp[0].norm(hidden_XD)
+        return self.links[0].norm(hidden_XD)
 
     # Training
 
     def outputs(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
         """The lm_head's inputs at each step."""
         found = self.rollout(batch, target, plan)
-        return [self.mtp[min(i, len(self.mtp) - 1)].norm(output) for i, output in enumerate(found)]
+        return [self.links[min(i, len(self.links) - 1)].norm(output) for i, output in enumerate(found)]
 
     def rollout(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
         """The modules' outputs at each step, of the rows that are computed."""
@@ -183,7 +185,7 @@ class Head(Recurrent):
 
     def recursion(self, target: Target, plan: Rows, feature_CD: Tensor) -> list[Tensor]:
         """One module on its own output."""
-        module = self.mtp[0]
+        module = self.links[0]
         token_UD = module.pair.token(target.embed(plan.tokens_U).to(self.dtype))
         context = Attending(plan.everything)
         outputs = [module(token_UD[plan.reads_C], feature_CD, plan.position_C, context)[plan.place_P]]
@@ -199,7 +201,7 @@ class Head(Recurrent):
     def chain(self, batch: FeatureBatch, target: Target, plan: Rows, feature_CD: Tensor) -> list[Tensor]:
         """A module for each step, over the whole context: each needs what the one below made of every row."""
         outputs = []
-        for step, module in zip(range(plan.steps), self.mtp):
+        for step, module in zip(range(plan.steps), self.links):
             ids_C = to_device(shift(batch.ids_T, 1 + step), plan.context_C.device)[plan.context_C]
             token_CD = module.pair.token(target.embed(ids_C).to(self.dtype))
             hidden_CD = module(token_CD, feature_CD, plan.position_C + step, Attending(plan.everything))
@@ -222,16 +224,16 @@ class Head(Recurrent):
             keys, values = cache.write(place, keys, values)
             return attend(query.transpose(1, 2), keys, values, mask)
 
-        module = self.mtp[place]
+        module = self.links[place]
         out: Tensor = module(module.pair.token(embedding.to(self.dtype)), feature, positions, attending)
         return out
 
     def start(self, batch: int, slots: int) -> Any:
         """A cache with a layer for each module; with several, what each made of the last row, too."""
-        cache = KVCache(len(self.mtp), batch, slots, self.ids_W.device)
+        cache = KVCache(len(self.links), batch, slots, self.ids_W.device)
         if not self.chained:
             return cache
-        shape = (batch, len(self.mtp), self.spec.hidden_size)
+        shape = (batch, len(self.links), self.spec.hidden_size)
         return Links(cache, torch.zeros(shape, dtype=self.dtype, device=self.ids_W.device))
 
     @torch.inference_mode()
@@ -246,7 +248,7 @@ class Head(Recurrent):
         cache.make_room(new)
         embedding_BMD, positions = context.target.embed(context.tokens_BM), cache.next_slots(new)
         visible, made = cache.visible(new), []
-        for place in range(len(self.mtp)):
+        for place in range(len(self.links)):
             mask = seen_by(place, visible, positions)
             hidden_BMD = self.run_module(place, cache, embedding_BMD, feature_BMD, positions, mask)
             handed_BMD = self.handed(place, hidden_BMD)
@@ -269,7 +271,7 @@ class Head(Recurrent):
 
     def guess(self, place: int, hidden_XD: Tensor, target: Target) -> Tensor:
         """Logits over the draft vocabulary [..., W] of a module, in fp32."""
-        return (self.mtp[place].norm(hidden_XD) @ self.lm_head.rows(target, self.ids_W).T).float()
+        return (self.links[place].norm(hidden_XD) @ self.lm_head.rows(target, self.ids_W).T).float()
 
     def export(self, engine: str) -> Export:
         """native: the tensors that the checkpoint ships, under its own names."""
@@ -318,7 +320,7 @@ class LinkedDrafting:
         above_BkLD = self.handed_BkLD.gather(1, index)
         embedding_BkD, made = self.target.embed(tokens_Bk), []
         with self.frontier.level(parents_Bk) as (positions_Bk, mask_BkS):
-            for place in range(self.depth, len(self.head.mtp)):
+            for place in range(self.depth, len(self.head.links)):
                 mask = seen_by(place, mask_BkS, positions_Bk)
                 feature = above_BkLD[:, :, place - 1]
                 made.append(

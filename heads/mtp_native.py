@@ -105,7 +105,7 @@ class Checkpoint:
     @staticmethod
     def listed(folder: Path) -> dict[str, str]:
         """Files by tensor, as the files have them."""
-        where = {}
+        where: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 where |= dict.fromkeys(file.keys(), path.name)
@@ -143,7 +143,7 @@ def import_native(head: "Head", target: Target, folder: Path) -> dict[str, str]:
     family = FAMILIES[name]
     if (family.norm is None) == head.config.norm:
         raise UserError(f"head.norm: {name} modules have {'no' if family.norm is None else 'a'} norm after their layer")
-    for number, module in enumerate(head.mtp):
+    for number, module in enumerate(head.links):
         for part in PARTS:
             source = getattr(family, part)
             if source is not None:
@@ -215,7 +215,7 @@ def apart(name: str, value: Tensor) -> dict[str, Tensor]:
     """A layer's tensor as checkpoints keep it."""
     if value.ndim != 3 or ".experts." not in name:
         return {name: value}
-    found = {}
+    found: dict[str, Tensor] = {}
     for names, expert in zip(experts(name, len(value)), value):
         found |= dict(zip(names, expert.chunk(len(names))))
     return found
@@ -225,7 +225,7 @@ def native_tensors(head: "Head") -> dict[str, Tensor]:
     """The head's tensors under the checkpoint's names."""
     family, layers = FAMILIES[head.config.native["family"]], int(head.config.native["layers"])
     tensors: dict[str, Tensor] = {}
-    for number, module in enumerate(head.mtp):
+    for number, module in enumerate(head.links):
         for part in PARTS:
             source = getattr(family, part)
             if source is not None:
@@ -247,7 +247,7 @@ def export_native(head: "Head", engine: str) -> Export:
         )
     tensors = native_tensors(head)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config: dict[str, Any] = {"headwright_mtp": dict(head.config.native), "num_nextn_predict_layers": len(head.mtp)}
+    config: dict[str, Any] = {"headwright_mtp": dict(head.config.native), "num_nextn_predict_layers": len(head.links)}
     return Export(tensors, config, shapes, lambda folder: NativeReader(head, folder), launch_lines)
 
 

@@ -178,7 +178,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="train nothing, print what is there")
     parser.add_argument("--out", type=Path, help="also write the table as Markdown")
     parser.add_argument(
-        "--set", nargs="*", default=[], dest="overrides", metavar="section.key=value", help="change keys of the run file"
+        "--set",
+        nargs="*",
+        default=[],
+        dest="overrides",
+        metavar="section.key=value",
+        help="change keys of the run file",
     )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with clean_exit():

@@ -1,0 +1,117 @@
+"""A LoRA adapter on the target, trained together with a head (Medusa-2, arXiv 2401.10774). By peft.
+
+The target is adapted in place, and its text may change: whoever measures such a head says so.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor, nn
+
+from headwright.configs import UserError
+from headwright.data.target import Target
+
+NUMBERS = itertools.count()
+
+
+@dataclass
+class AdapterConfig:
+    """LoRA on the target: first the heads alone, then both."""
+
+    rank: Annotated[int, "rank of the update", Ge(1)] = 32
+    alpha: Annotated[int, "its scale: alpha / rank", Gt(0)] = 16
+    dropout: Annotated[float, "of what the update reads, while it is trained", Ge(0), Lt(1)] = 0.05
+    modules: Annotated[list[str], "names of the linear layers that are adapted"] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    joint_from: Annotated[float, "share of the training after which the adapter is trained too", Ge(0), Lt(1)] = 0.5
+    rate: Annotated[float, "its learning rate, in rates of the run: the heads learn four times as fast", Gt(0)] = 0.25
+    heads_weight: Annotated[
+        float, "λ: weight of the heads' loss beside the distillation, at the end of the ramp", Gt(0)
+    ] = 0.2
+    ramp: Annotated[Literal["constant", "sine"], "how λ comes to its weight from joint_from on"] = "sine"
+    distil: Annotated[float, "weight of KL(the target as it was ‖ the adapted one)", Ge(0)] = 1.0
+    text: Annotated[float, "weight of the cross-entropy of the text that the target would have said", Ge(0)] = 0.0
+    checked: Annotated[
+        float, "share of the next tokens that the adapted target must still choose alike", Ge(0), Le(1)
+    ] = 0.9
+
+
+class Adapter(nn.Module):
+    """The trainable matrices of a LoRA adapter, which lie in the target's layers."""
+
+    def __init__(self, config: AdapterConfig, target: Target):
+        super().__init__()
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora.layer import LoraLayer
+
+        self.config, self.label = config, f"headwright{next(NUMBERS)}"
+        self.lora = LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.modules)
+        )
+        try:
+            inject_adapter_in_model(self.lora, target.model, self.label)
+        except ValueError as error:
+            raise UserError(f"head.adapter.modules {config.modules}: {error}") from None
+        self.places: list[Any] = []
+        self.parts = nn.ModuleDict()
+        for name, module in target.model.named_modules():
+            if isinstance(module, LoraLayer) and self.label in module.lora_A:
+                self.places.append(module)
+                self.parts[name.replace(".", "/")] = nn.ModuleDict(
+                    {
+                        "A": module.lora_A[self.label],
+                        "B": module.lora_B[self.label],
+                        "dropout": module.lora_dropout[self.label],
+                    }
+                )
+        target.model.eval()
+        target.adapted += self.places
+        self.switch_on()
+
+    def switch_on(self) -> None:
+        """Let the target compute with this adapter, and with no other."""
+        for place in self.places:
+            place.enable_adapters(True)
+            place.set_adapter([self.label])
+        self.requires_grad_(True)
+
+    def strength(self, progress: float) -> float:
+        """λ at a point of the training."""
+        config = self.config
+        if config.ramp == "constant":
+            return config.heads_weight
+        share = (progress - config.joint_from) / (1 - config.joint_from)
+        return config.heads_weight * math.sin(math.pi / 2 * min(max(share, 0.0), 1.0))
+
+    def joint(self, progress: float) -> bool:
+        """Whether the adapter is being trained."""
+        return progress >= self.config.joint_from
+
+    def nothing(self) -> Tensor:
+        """Zero, which depends on every matrix: data-parallel training wants a gradient of each in every step."""
+        return torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
+
+    def save(self, folder: Path) -> None:
+        """As peft and engines read it: adapter_config.json and adapter_model.safetensors."""
+        from headwright.data.store import replace_with, save_tensors, write_json
+
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"base_model.model.{name.replace('/', '.')}.lora_{side}.weight": part[side]
+            .weight.detach()
+            .cpu()
+            .contiguous()
+            for name, part in self.parts.named_children()
+            for side in "AB"
+        }
+        replace_with(folder / "adapter_model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
+        described = {
+            key: sorted(value) if isinstance(value, set) else value for key, value in self.lora.to_dict().items()
+        }
+        write_json(folder / "adapter_config.json", described | {"inference_mode": True})
