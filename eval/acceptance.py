@@ -163,6 +163,10 @@ def measure_baseline(run: RunConfig, target: Target, prompts: Sequence[Prompt]) 
         tokens = target.generate_hf(torch.tensor([prompt.ids], device=target.device), limit)
         seconds.append(time.perf_counter() - begun)
         counts.append(len(tokens))
+    if not any(run.emitted for run in ours):
+        raise UserError(
+            f"the target ends all of the first {len(timed)} held-out answers at their first token: there is nothing to speed up"
+        )
     greedy = [run.tokens for run in ours]
     rest = [Question(prompt.ids, Policy()) for prompt in prompts[len(timed) :]]
     for start in range(0, len(rest), 32):
