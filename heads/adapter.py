@@ -102,14 +102,11 @@ class Adapter(nn.Module):
         from headwright.data.store import replace_with, save_tensors, write_json
 
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"base_model.model.{name.replace('/', '.')}.lora_{side}.weight": part[side]
-            .weight.detach()
-            .cpu()
-            .contiguous()
-            for name, part in self.parts.named_children()
-            for side in "AB"
-        }
+        tensors = {}
+        for name, part in self.parts.named_children():
+            for side in "AB":
+                weight = part.get_submodule(side).get_parameter("weight").detach().cpu().contiguous()
+                tensors[f"base_model.model.{name.replace('/', '.')}.lora_{side}.weight"] = weight
         replace_with(folder / "adapter_model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
         described = {
             key: sorted(value) if isinstance(value, set) else value for key, value in self.lora.to_dict().items()

@@ -88,7 +88,7 @@ class PlainReader(Protocol):
 @dataclass
 class Export:
     """An engine's directory: tensors and config.json, the shape that the format gives every tensor, what reads it back, and the
-    launch lines for a target, a directory and a dtype.
+    launch lines for a target, a directory and a dtype. into: a checkpoint whose copy takes the tensors in.
     """
 
     tensors: dict[str, Tensor]
@@ -96,6 +96,7 @@ class Export:
     shapes: dict[str, tuple[int, ...]]
     reader: Callable[[Path], PlainReader]
     launch: Callable[[str, Path, str], str]
+    into: Path | None = None
 
 
 @dataclass

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headwright.configs import RunConfig, UserError
@@ -46,7 +48,7 @@ def check_tensors(export: Export) -> None:
             raise UserError(f"export: {name} has shape {tuple(tensor.shape)}, the format wants {wanted[name]}")
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"export: {name} holds NaN or infinite values: the head is broken")
-        if tensor.is_floating_point() and not tensor.any():
+        if tensor.is_floating_point() and not name.endswith("bias") and not tensor.any():
             raise UserError(f"export: {name} is all zero: the head was not trained")
     if "d2t" in export.tensors:
         check_vocab(export)
@@ -86,7 +88,10 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
         dtype = written_dtype(run, head)
         export = with_dtype(head.export(engine), dtype)
         with directory_in_the_making(folder) as scratch:
-            write_directory(scratch, export)
+            if export.into is None:
+                write_directory(scratch, export)
+            else:
+                stitch(scratch, export)
             proof = read_back(export.reader(scratch), head, target, cases, dtype)
             write_json(scratch / "headwright.json", provenance(run, head, proof))
             target_name = run.export.name_or_path or locate(run.target.model)
@@ -96,7 +101,7 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
             (
                 engine,
                 str(folder),
-                size((folder / "model.safetensors").stat().st_size),
+                size(sum(file.stat().st_size for file in folder.glob("*.safetensors"))),
                 str(dtype)[6:],
                 f"{proof.equal}/{proof.drafted}",
             )
@@ -151,6 +156,26 @@ class Proof:
     equal: int
     logprob_difference: float
     dtype: str
+
+
+def stitch(folder: Path, export: Export) -> None:
+    """A copy of a checkpoint with some tensors replaced, each in its own dtype. Raises UserError where one is not there."""
+    check_tensors(export)
+    assert export.into is not None
+    shutil.copytree(export.into, folder)
+    left = dict(export.tensors)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            here = [name for name in file.keys() if name in left]  # noqa: SIM118, a file is no mapping
+            metadata = file.metadata()
+        if here:
+            tensors = load_file(path)
+            tensors |= {name: left.pop(name).to(tensors[name].dtype) for name in here}
+            replace_with(path, lambda scratch, kept=tensors, notes=metadata: save_tensors(kept, scratch, notes))
+    if left:
+        raise UserError(
+            f"export: {export.into} has no {sorted(left)[0]}: it is not the checkpoint that the head began as"
+        )
 
 
 def draft_cases(reader: FeatureReader, target: Target, count: int) -> list[Case]:

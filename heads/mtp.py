@@ -139,7 +139,7 @@ class Head(Recurrent):
     def initialise(self, target: Target) -> None:
         """The layers as the config asks. Beside a layer that knows what to do, eh_proj starts by handing on the feature."""
         if self.config.start == "native":
-            self.config.native = import_native(self, target, target.folder())
+            self.config.native = import_native(self, target.folder())
             return
         for module in self.links:
             if self.config.start == "random":
@@ -274,7 +274,7 @@ class Head(Recurrent):
         return (self.links[place].norm(hidden_XD) @ self.lm_head.rows(target, self.ids_W).T).float()
 
     def export(self, engine: str) -> Export:
-        """native: the tensors that the checkpoint ships, under its own names."""
+        """native: the tensors that the checkpoint ships, under its own names; stitched: a copy of the checkpoint with them."""
         return export_native(self, engine)
 
 

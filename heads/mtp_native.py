@@ -7,9 +7,10 @@ layer.
 Shapes: D target width, E experts, I width of an expert.
 """
 
+import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headwright.configs import UserError, reason
-from headwright.data.target import Target
-from headwright.heads.base import Drafts, Export
+from headwright.heads.base import Case, Drafts, Export, Tables
 
 if TYPE_CHECKING:
     from headwright.heads.mtp import Head
@@ -132,13 +132,13 @@ def find_family(checkpoint: Checkpoint, layers: int) -> str:
 
 
 @torch.no_grad()
-def import_native(head: "Head", target: Target, folder: Path) -> dict[str, str]:
+def import_native(head: "Head", folder: Path) -> dict[str, str]:
     """Fill the head's modules from the target's checkpoint. Returns what an export needs to write them back.
 
     Raises UserError where a tensor is missing, or the head's options differ from what the family computes.
     """
     checkpoint = Checkpoint(folder)
-    layers = target.spec.num_layers
+    layers = head.spec.num_layers
     name = find_family(checkpoint, layers)
     family = FAMILIES[name]
     if (family.norm is None) == head.config.norm:
@@ -153,7 +153,7 @@ def import_native(head: "Head", target: Target, folder: Path) -> dict[str, str]:
         prefix = family.place(family.layer, number, layers)
         for key, own_value in module.block.layer.state_dict().items():
             put(own_value, layer_tensor(checkpoint, prefix, key, own_value), prefix + key)
-    return {"family": name, "layers": str(layers)}
+    return {"family": name, "layers": str(layers), "checkpoint": str(folder.resolve())}
 
 
 def put(own: Tensor, value: Tensor, name: str) -> None:
@@ -239,34 +239,89 @@ def native_tensors(head: "Head") -> dict[str, Tensor]:
 
 
 def export_native(head: "Head", engine: str) -> Export:
-    """An overlay: the checkpoint's MTP tensors, trained. `headwright stitch` puts them into a copy of the checkpoint."""
-    if engine != "native" or not head.config.native:
+    """native: the checkpoint's MTP tensors alone, trained. stitched: a copy of the whole checkpoint with them in place."""
+    if engine not in ("native", "stitched") or not head.config.native:
         raise UserError(
-            f"export.engines {engine!r}: an MTP head that began as a checkpoint's own (head.start native) exports as: native; "
-            "others are not exported yet"
+            f"export.engines {engine!r}: an MTP head that began as a checkpoint's own (head.start native) exports as: native, "
+            "stitched; others are not exported yet"
         )
     tensors = native_tensors(head)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     config: dict[str, Any] = {"headwright_mtp": dict(head.config.native), "num_nextn_predict_layers": len(head.links)}
-    return Export(tensors, config, shapes, lambda folder: NativeReader(head, folder), launch_lines)
+    into = Path(head.config.native["checkpoint"]) if engine == "stitched" else None
+    return Export(tensors, config, shapes, lambda folder: NativeReader(head, folder), launch_lines(engine), into)
 
 
 class NativeReader:
-    """Reads an overlay back into a copy of the head."""
+    """The written tensors, put into a copy of the head by the importer. Whole texts are run anew for every token, without a
+    cache; the decoder layer is transformers' own.
+    """
 
     def __init__(self, head: "Head", folder: Path):
-        self.head, self.folder = head, folder
+        self.head = copy.deepcopy(head).float().eval()
+        for weight in self.head.parameters():
+            weight.data.zero_()  # what is not read back must show
+        import_native(self.head, folder)
 
-    def draft(self, *_: Any) -> Drafts:
-        """By the tensors themselves: see `headwright.heads.export.read_back`."""
-        raise NotImplementedError
+    @torch.inference_mode()
+    def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
+        """`count` greedy tokens after the last of the case's."""
+        tokens, scores, ids_W = list(case.following), [0.0], self.head.vocab.ids_W
+        start = len(tokens)
+        for number in range(count):
+            state_D = self.last_state(tables, case, tokens, number)
+            logits_W = state_D @ tables.lm_head_VD[ids_W].T
+            best = int(logits_W.argmax())
+            scores.append(scores[-1] + float(logits_W.log_softmax(-1)[best]))
+            tokens.append(int(ids_W[best]))
+        return Drafts(tokens[start:], scores[1:])
+
+    def last_state(self, tables: Tables, case: Case, tokens: list[int], number: int) -> Tensor:
+        """What the lm_head reads for draft `number`."""
+        feature_TD, links = case.last_TD, self.head.links
+        embedding_ND = tables.embedding_VD[torch.tensor(tokens)]
+        if not self.head.chained:
+            for step in range(number + 1):
+                rows = len(case.following) + step
+                out_ND = self.run(links[0], embedding_ND[:rows], feature_TD, 0)
+                feature_TD = torch.cat([feature_TD, self.head.handed(0, out_ND[-1:])])
+            return links[0].norm(out_ND[-1])  # type: ignore[no-any-return]
+        for step in range(number + 1):
+            out_ND = self.run(links[step], embedding_ND[step : step + len(feature_TD)], feature_TD, step)
+            feature_TD = self.head.handed(step, out_ND)
+        return links[number].norm(out_ND[-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def run(module: Any, embedding_ND: Tensor, feature_ND: Tensor, first: int) -> Tensor:
+        """A module over a whole text, rotated from position `first` on."""
+
+        def causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            repeat = query.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
+            scores = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            return (scores.masked_fill(later, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+
+        positions = torch.arange(first, first + len(feature_ND))
+        out: Tensor = module(module.pair.token(embedding_ND), feature_ND, positions, causal)
+        return out
 
 
-def launch_lines(target: str, folder: Path, dtype: str) -> str:
-    """How a stitched checkpoint is served."""
-    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
-    return f"""Put these tensors into a copy of the checkpoint, then serve that:
+def launch_lines(engine: str) -> Callable[[str, Path, str], str]:
+    """How a checkpoint with these tensors is served."""
 
-    headwright stitch {folder} --into COPY
-    vllm serve COPY --speculative-config '{speculative}'
+    def lines(target: str, folder: Path, dtype: str) -> str:
+        speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
+        if engine == "native":
+            return "These are the MTP tensors alone. Export as `stitched` for a checkpoint that engines load."
+        return f"""The target itself with its MTP tensors trained anew. vLLM (0.32 or later):
+
+    vllm serve {folder} --speculative-config '{speculative}'
+
+SGLang (0.5.23 or later):
+
+    python -m sglang.launch_server --model-path {folder} --dtype {dtype} --speculative-algorithm NEXTN \\
+      --speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3
 """
+
+    return lines
