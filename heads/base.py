@@ -89,6 +89,7 @@ class PlainReader(Protocol):
 class Export:
     """An engine's directory: tensors and config.json, the shape that the format gives every tensor, what reads it back, and the
     launch lines for a target, a directory and a dtype. into: a checkpoint whose copy takes the tensors in.
+    warnings: what a user should know before serving.
     """
 
     tensors: dict[str, Tensor]
@@ -97,6 +98,7 @@ class Export:
     reader: Callable[[Path], PlainReader]
     launch: Callable[[str, Path, str], str]
     into: Path | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -53,6 +53,8 @@ class Config(StepwiseConfig):
     intermediate_size: Annotated[int | None, "width of the MLP; default: the target's", Gt(0)] = None
 
     def __post_init__(self) -> None:
+        if self.taps != "auto" and (not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0):
+            raise UserError(f"head.taps {self.taps}: give ascending, distinct numbers (tap i = after i layers)")
         if self.fc_norm and self.norm_before_fc:
             raise UserError("head.norm_before_fc: norms all taps together, head.fc_norm each: set head.fc_norm=false")
         if self.hidden_size and self.lm_head == "shared":

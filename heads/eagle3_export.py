@@ -6,6 +6,7 @@ sliding window.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,18 @@ def export_eagle3(head: "Head", engine: str) -> Export:
         raise UserError(f"export.engines {engine!r}: an EAGLE-3 head exports as: portable, vllm")
     refuse_unservable(head, engine)
     config = portable_config(head)
-    return Export(tensors_of(head), config, portable_shapes(config), PlainEagle3, launch_lines(engine))
+    export = Export(tensors_of(head), config, portable_shapes(config), PlainEagle3, launch_lines(engine))
+    return replace(export, warnings=newer_options(head))
+
+
+def newer_options(head: "Head") -> list[str]:
+    """Options that earlier engines do not know: they would leave a key unread and serve the head wrongly."""
+    names = [name for name in ("fc_norm", "norm_before_fc", "norm_output") if vars(head.config)[name]]
+    if not names:
+        return []
+    return [
+        f"head.{', head.'.join(names)}: computed by vLLM 0.32 and SGLang 0.5.23; earlier versions may ignore it without a word"
+    ]
 
 
 def refuse_unservable(head: "Head", engine: str) -> None:

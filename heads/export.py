@@ -87,6 +87,8 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
         folder = run.directory / "export" / engine
         dtype = written_dtype(run, head)
         export = with_dtype(head.export(engine), dtype)
+        for warning in export.warnings:
+            say(f"warning: {warning}")
         with directory_in_the_making(folder) as scratch:
             if export.into is None:
                 write_directory(scratch, export)
