@@ -62,7 +62,9 @@ def trained(arguments: argparse.Namespace, setting: Setting, seed: int) -> dict[
     base = load_run(arguments.config, arguments.overrides)
     changed = load_run(arguments.config, [*arguments.overrides, *setting])
     digest = hashlib.blake2b(" ".join(setting).encode(), digest_size=4).hexdigest()
-    run = replace(changed, name=f"{base.name}-ablate-{digest}-{seed}", features=base.features or base.name, seed=seed)
+    run = replace(
+        changed, name=f"{base.name}-ablate-{digest}-{seed}", features=changed.features or base.name, seed=seed
+    )
     before = cpu_seconds()
     train(run)
     spent = cpu_seconds() - before

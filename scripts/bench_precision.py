@@ -2,19 +2,20 @@
 
     python scripts/bench_precision.py --config configs/smollm2-eagle3-quick.yaml
 
-The corpus is harvested once in float32 (or harvest.dtype=…); each store is that one rounded. Every head is measured on the same
-unrounded held-out features, because serving knows no rounding.
+The corpus is harvested once in float32 (or --harvested: the run's own features are taken); each store is that one rounded. Every
+head is measured on the same unrounded held-out features, because serving knows no rounding. Trained and compared by
+scripts/ablate.py.
 """
 
 import argparse
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from bench_choices import fresh, outcome
+from ablate import ablate
 
 from headwright.configs import RunConfig
-from headwright.configs.console import say, size, table
+from headwright.configs.console import say, size
 from headwright.configs.load import load_run
 from headwright.data.harvest import harvest, store_path
 from headwright.data.store import DTYPES, FeatureReader, FeatureWriter, Manifest, read_manifest
@@ -35,11 +36,14 @@ def rounded(source: Path, target: Path, dtype: str) -> Manifest:
     return read_manifest(target)
 
 
-def measure(base: RunConfig, dtype: str, seed: int) -> tuple[int, dict[str, Any]]:
-    """One training: bytes of the store, and how the head came out."""
-    run = fresh(base, dtype, seed)
+def store(base: RunConfig, dtype: str) -> str:
+    """A run directory with the base's features in a precision, and its held-out features as they are; its name."""
+    run = replace(base, name=f"{base.name}-{dtype}")
+    if not store_path(run, "held-out").exists():
+        shutil.copytree(store_path(base, "held-out"), store_path(run, "held-out"))
     manifest = rounded(store_path(base, "train"), store_path(run, "train"), dtype)
-    return manifest.bytes, outcome(run)
+    say(f"{dtype}: {size(manifest.bytes)}, {manifest.bytes / manifest.tokens:.0f} bytes a token")
+    return run.name
 
 
 def main() -> None:
@@ -48,30 +52,29 @@ def main() -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--stores", nargs="+", choices=DTYPES, default=["float32", "bfloat16", "fp8-taps", "fp8"])
+    parser.add_argument(
+        "--harvested", action="store_true", help="round the run's own features instead of a new harvest"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
-    base = load_run(arguments.config, ["harvest.dtype=float32", *arguments.overrides])
-    base.name += "-precision"
-    harvest(base)
-    rows = []
-    for dtype in arguments.stores:
-        found = [measure(base, dtype, seed) for seed in range(arguments.seeds)]
-        taus = ", ".join(f"{result['tau']:.3f}" for _, result in found)
-        losses = ", ".join(f"{result['loss_0']:.3f}" for _, result in found)
-        rows.append(
-            (
-                dtype,
-                size(found[0][0]),
-                f"{found[0][0] / read_manifest(store_path(base, 'train')).tokens:.0f}",
-                losses,
-                taus,
-            )
+    base = load_run(arguments.config, arguments.overrides)
+    if not arguments.harvested:
+        base = replace(base, name=f"{base.name}-precision", harvest=replace(base.harvest, dtype="float32"))
+        harvest(base)
+    names = [store(base, dtype) for dtype in arguments.stores]
+    overrides = [*arguments.overrides, f"name={base.name}"]
+    sweep = [f"features={','.join(names)}"]
+    ablate(
+        argparse.Namespace(
+            config=arguments.config,
+            overrides=overrides,
+            sweep=sweep,
+            each=False,
+            seeds=arguments.seeds,
+            keep=False,
+            table=False,
+            out=None,
         )
-        say(f"{dtype}: τ {taus}")
-    table(
-        "precision of the stored features",
-        ("store", "size", "bytes/token", "final loss of step 0", "best held-out τ"),
-        rows,
     )
 
 
