@@ -2,8 +2,8 @@
 
     python scripts/bench_precision.py --config configs/smollm2-eagle3-quick.yaml
 
-The corpus is harvested once in float32 (or --harvested: the run's own features are taken); each store is that one rounded. Every
-head is measured on the same unrounded held-out features, because serving knows no rounding. Trained and compared by
+The corpus is harvested once in float32 (or --harvested: the run's own features are taken); each store is that one rounded.
+Every head is measured on the same unrounded held-out features, because serving knows no rounding. Trained and compared by
 scripts/ablate.py.
 """
 

@@ -45,9 +45,9 @@ def test_no_file_hides_a_library(path):
     assert path.stem == "__init__" or path.stem not in taken
 
 
-def test_only_target_and_converter_know_model_classes():
+def test_only_four_files_know_model_classes():
     for path in FILES:
-        if path.name in ("target.py", "gguf_model.py"):
+        if path.name in ("target.py", "block.py", "small_model.py", "gguf_model.py"):
             continue
         text = path.read_text(encoding="utf-8")
         assert "ForCausalLM(" not in text
