@@ -89,6 +89,7 @@ class PlainReader(Protocol):
 class Export:
     """An engine's directory: tensors and config.json, the shape that the format gives every tensor, what reads it back, and the
     launch lines for a target, a directory and a dtype. into: a checkpoint whose copy takes the tensors in.
+    from_target: tensors that are rows of the target's lm_head, by their token ids.
     warnings: what a user should know before serving.
     """
 
@@ -98,6 +99,7 @@ class Export:
     reader: Callable[[Path], PlainReader]
     launch: Callable[[str, Path, str], str]
     into: Path | None = None
+    from_target: dict[str, Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 

@@ -18,12 +18,12 @@ import xxhash
 from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
-from headwright.configs import UserError
 from headwright.data.batch import FeatureBatch, to_device
 from headwright.data.rows import Rows
 from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
 from headwright.heads.base import Context, Export
+from headwright.heads.eagle1_export import export_eagle1
 from headwright.heads.layers import Block, Sizes
 from headwright.heads.losses import LossName, smooth_l1
 from headwright.heads.pair import Pair
@@ -126,5 +126,5 @@ class Head(Recurrent):
         return total, metrics
 
     def export(self, engine: str) -> Export:
-        """Not yet: see the message."""
-        raise UserError(f"export.engines {engine!r}: EAGLE-1 heads are not exported yet")
+        """vllm or sglang: their formats differ."""
+        return export_eagle1(self, engine)

@@ -15,7 +15,7 @@ from torch import Tensor
 from headwright.configs import UserError
 from headwright.heads.base import Export
 from headwright.heads.eagle3_plain import PlainEagle3
-from headwright.heads.rotary import served_rope
+from headwright.heads.engine_tables import layer_shapes, llama_keys
 
 if TYPE_CHECKING:
     from headwright.heads.eagle3 import Head
@@ -94,32 +94,14 @@ def portable_config(head: "Head") -> dict[str, Any]:
     """config.json for both engines.
 
     vLLM numbers captured states by how many layers came before (our taps), SGLang by the layer whose output they are
-    (one less); vLLM reads the top-level list first, SGLang only the nested one. Rotary keys are written in both
-    spellings.
+    (one less); vLLM reads the top-level list first, SGLang only the nested one.
     """
     spec, taps, sizes, options = head.spec, list(head.taps), head.sizes, head.config
-    rope = served_rope(dict(sizes.rope))
-    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-    config = {
+    config = llama_keys(spec, sizes) | {
         "architectures": ["Eagle3Qwen3ForCausalLM" if options.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if options.qk_norm else "llama",
-        "hidden_size": sizes.width,
-        "intermediate_size": sizes.inner,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
         "num_hidden_layers": options.layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_norm_eps,
-        "vocab_size": spec.vocab_size,
         "draft_vocab_size": None if shares_lm_head(head) else len(head.vocab),
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": spec.max_positions,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaling,
-        "rope_parameters": rope,
         "num_aux_hidden_states": len(taps),
         "eagle_aux_hidden_state_layer_ids": taps,
         "eagle_config": {
@@ -131,8 +113,6 @@ def portable_config(head: "Head") -> dict[str, Any]:
         "norm_before_fc": options.norm_before_fc,
         "fc_norm": options.fc_norm,
         "norm_output": options.norm_output,
-        "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
     }
     if head.own_embedding:
         config["target_hidden_size"] = spec.hidden_size
@@ -154,7 +134,11 @@ def portable_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     W, taps = config["draft_vocab_size"], config["num_aux_hidden_states"]
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, taps * D), "norm.weight": (H,)}
     for number in range(config["num_hidden_layers"]):
-        shapes |= layer_shapes(config, f"layers.{number}" if number else "midlayer", 2 * H if not number else H)
+        name = f"layers.{number}" if number else "midlayer"
+        shapes |= layer_shapes(config, name, H if number else 2 * H)
+        shapes |= {f"{name}.input_layernorm.weight": (H,), f"{name}.hidden_norm.weight": (H,)}
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{name}.self_attn.{part}_norm.weight": (config["head_dim"],) for part in "qk"}
     if W is not None:
         shapes["lm_head.weight"] = (W, H)
     if config["fc_norm"]:
@@ -166,27 +150,6 @@ def portable_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if W not in (None, V):
         shapes |= {"d2t": (W,), "t2d": (V,)}
     return shapes
-
-
-def layer_shapes(config: dict[str, Any], name: str, inputs: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of one decoder layer."""
-    H, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (queries, inputs),
-        "self_attn.k_proj": (keys, inputs),
-        "self_attn.v_proj": (keys, inputs),
-        "self_attn.o_proj": (H, queries),
-        "mlp.gate_proj": (inner, H),
-        "mlp.up_proj": (inner, H),
-        "mlp.down_proj": (H, inner),
-        "input_layernorm": (H,),
-        "hidden_norm": (H,),
-        "post_attention_layernorm": (H,),
-    }
-    if config["model_type"] == "qwen3":
-        shapes |= {"self_attn.q_norm": (width,), "self_attn.k_norm": (width,)}
-    return {f"{name}.{part}.weight": shape for part, shape in shapes.items()}
 
 
 def launch_lines(engine: str) -> Callable[[str, Path, str], str]:

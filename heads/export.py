@@ -86,7 +86,7 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
     for engine in run.export.engines:
         folder = run.directory / "export" / engine
         dtype = written_dtype(run, head)
-        export = with_dtype(head.export(engine), dtype)
+        export = with_dtype(filled(head.export(engine), target), dtype)
         for warning in export.warnings:
             say(f"warning: {warning}")
         with directory_in_the_making(folder) as scratch:
@@ -130,6 +130,12 @@ def written_dtype(run: RunConfig, head: DraftHead) -> torch.dtype:
     name = head.spec.dtype if run.export.dtype == "target" else run.export.dtype
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+def filled(export: Export, target: Target) -> Export:
+    """With the target's own rows where the format wants them in the file."""
+    rows = {name: target.lm_head.weight[ids] * target.logit_scale for name, ids in export.from_target.items()}
+    return replace(export, tensors=export.tensors | rows)
 
 
 def with_dtype(export: Export, dtype: torch.dtype) -> Export:
@@ -220,9 +226,10 @@ def read_back(
     """Draft with the written files and with the head in the same precision: tokens and their probabilities must be equal."""
     tables = shared_tables(target)
     rounded = copy.deepcopy(head).to(dtype).float()
-    proof = Proof(DRAFTS * len(cases), 0, 0.0, str(dtype).removeprefix("torch."))
+    count = min(DRAFTS, head.deepest or DRAFTS)
+    proof = Proof(count * len(cases), 0, 0.0, str(dtype).removeprefix("torch."))
     for case in cases:
-        theirs = reader.draft(tables, case, DRAFTS)
+        theirs = reader.draft(tables, case, count)
         ours = head_drafts(rounded, target, case)
         proof.equal += sum(a == b for a, b in zip(theirs.tokens, ours.tokens))
         apart = max(abs(a - b) for a, b in zip(theirs.logprobs, ours.logprobs))
@@ -243,7 +250,7 @@ def head_drafts(head: DraftHead, target: Target, case: Case) -> Drafts:
         lambda: torch.zeros(1, dtype=torch.float64),
     )
     state = head.start(1, len(case.following) + DRAFTS)
-    tree = head.propose(state, context, TreeShape("chain", DRAFTS, 1, DRAFTS))
+    tree = head.propose(state, context, TreeShape.chain(min(DRAFTS, head.deepest or DRAFTS)))
     return Drafts(tree.tokens_BN[0, 1:].tolist(), tree.logprobs_BN[0, 1:].tolist())
 
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from headwright.configs import UserError
 from headwright.data.batch import FeatureBatch, to_device
 from headwright.data.rows import Rows, plan_rows
 from headwright.data.target import Target, TargetSpec
@@ -29,6 +28,7 @@ from headwright.heads.chunked import METRICS, Task, Weights, chunked_loss, plan_
 from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.grow import grow
 from headwright.heads.losses import choose_loss, mixture
+from headwright.heads.medusa_export import export_medusa
 from headwright.heads.steady import Steady
 from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig, shared_rows, step_metrics
 
@@ -196,5 +196,5 @@ class Head(Stepwise):
         return grow(shape, context, levels[0], step, self.ids_W)
 
     def export(self, engine: str) -> Export:
-        """Not yet: see the message."""
-        raise UserError(f"export.engines {engine!r}: Medusa heads are not exported yet")
+        """vllm: a chain of first guesses."""
+        return export_medusa(self, engine)

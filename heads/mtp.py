@@ -34,6 +34,8 @@ from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.grow import Frontier, grow
 from headwright.heads.layers import RMSNorm, attend
 from headwright.heads.mtp_native import export_native, import_native
+from headwright.heads.mtp_vehicles import FAMILIES as VEHICLES
+from headwright.heads.mtp_vehicles import export_vehicle
 from headwright.heads.pair import Pair
 from headwright.heads.recurrent import Recurrent
 from headwright.heads.stepwise import SharedOrOwn, StepwiseConfig
@@ -274,8 +276,10 @@ class Head(Recurrent):
         return (self.links[place].norm(hidden_XD) @ self.lm_head.rows(target, self.ids_W).T).float()
 
     def export(self, engine: str) -> Export:
-        """native: the tensors that the checkpoint ships, under its own names; stitched: a copy of the checkpoint with them."""
-        return export_native(self, engine)
+        """mimo, ernie: dressed as another family's, for an ordinary target; native: the tensors that the checkpoint ships,
+        under its own names; stitched: a copy of the checkpoint with them.
+        """
+        return export_vehicle(self, engine) if engine in VEHICLES else export_native(self, engine)
 
 
 def seen_by(place: int, mask_BNS: Tensor, positions_BN: Tensor) -> Tensor:

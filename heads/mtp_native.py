@@ -242,8 +242,8 @@ def export_native(head: "Head", engine: str) -> Export:
     """native: the checkpoint's MTP tensors alone, trained. stitched: a copy of the whole checkpoint with them in place."""
     if engine not in ("native", "stitched") or not head.config.native:
         raise UserError(
-            f"export.engines {engine!r}: an MTP head that began as a checkpoint's own (head.start native) exports as: native, "
-            "stitched; others are not exported yet"
+            f"export.engines {engine!r}: MTP heads export as: mimo, ernie; those that began as a checkpoint's own (head.start "
+            "native) as: native, stitched"
         )
     tensors = native_tensors(head)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
