@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import clean_exit
 from headwright.configs.console import say, table
@@ -148,6 +150,20 @@ def show(settings: Sequence[Setting], kept: dict[str, Any], seeds: int, out: Pat
         write_text(out, "\n".join(lines) + "\n")
 
 
+def results(path: Path) -> dict[str, Any]:
+    """All that is kept, by run file and overrides."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def keep(path: Path, context: str, kept: dict[str, Any]) -> None:
+    """Add results to those that are there: another sweep of the same run may have finished some meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_suffix(".lock")):
+        everything = results(path)
+        everything[context] = everything.get(context, {}) | kept
+        write_json(path, everything)
+
+
 def ablate(arguments: argparse.Namespace) -> None:
     """Train what is missing, then show all."""
     base = load_run(arguments.config, arguments.overrides)
@@ -158,14 +174,13 @@ def ablate(arguments: argparse.Namespace) -> None:
         )  # every setting is sound before the first is trained
     path = base.directory / "ablations.json"
     context = f"{arguments.config} {' '.join(arguments.overrides)}".strip()
-    everything = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    kept = everything.setdefault(context, {})
+    kept = results(path).get(context, {})
     for seed, setting in itertools.product(range(arguments.seeds), settings):
         if arguments.table or key_of(setting, seed) in kept:
             continue
         say(f"{label(setting, settings[0])}, seed {seed}")
         kept[key_of(setting, seed)] = trained(arguments, setting, seed)
-        write_json(path, everything)
+        keep(path, context, kept)
     show(settings, kept, arguments.seeds, arguments.out)
 
 
