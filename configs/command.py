@@ -43,9 +43,20 @@ def explain(sections: tuple[str, ...]) -> str:
     words = {name: note for name in ("name", "runs", "seed") for note in fields[name].__metadata__}
     blocks = ["of every stage:\n" + "\n".join(f"  {name}: {about}" for name, about in words.items())]
     for name in sections:
-        kinds = head_configs() if name == "head" else [strip_annotation(fields[name])]
-        blocks += [explain_class(name, kind) for kind in kinds]
+        blocks += explain_heads() if name == "head" else [explain_class(name, strip_annotation(fields[name]))]
     return "\n\n".join(blocks)
+
+
+def explain_heads() -> list[str]:
+    """The keys that kinds of head share, once; then each kind's own, and those where it has another default or meaning."""
+    blocks: dict[Any, str] = {}
+    for kind in head_configs():
+        base, skip = kind.__mro__[1], set()
+        if dataclasses.is_dataclass(base):
+            skip = {item.name for item in dataclasses.fields(base) if item.name not in vars(kind)["__annotations__"]}
+            blocks.setdefault(base, explain_class("head", base))
+        blocks[kind] = explain_class("head", kind, skip)
+    return list(blocks.values())
 
 
 def head_configs() -> list[Any]:
@@ -54,11 +65,13 @@ def head_configs() -> list[Any]:
     return [heads.get_head(kind).Config for kind in heads.kinds()]
 
 
-def explain_class(prefix: str, kind: Any) -> str:
+def explain_class(prefix: str, kind: Any, skip: set[str] | None = None) -> str:
     """The keys of one dataclass, one paragraph each."""
     lines = [f"{prefix}: {(kind.__doc__ or '').strip().splitlines()[0]}"]
     hints = typing.get_type_hints(kind, include_extras=True)
-    for item in dataclasses.fields(kind):
+    for item in sorted(dataclasses.fields(kind), key=lambda item: item.name != "kind"):
+        if item.name in (skip or ()):
+            continue
         words = [note for note in getattr(hints[item.name], "__metadata__", ()) if isinstance(note, str)]
         head = f"  {prefix}.{item.name} = {show_default(item)}"
         lines.append(head)

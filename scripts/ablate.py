@@ -59,6 +59,19 @@ def grid(sweeps: Sequence[str], each: bool) -> list[Setting]:
     return [first, *single]
 
 
+def changes(arguments: argparse.Namespace, settings: Sequence[Setting]) -> list[Setting]:
+    """What each setting changes of the run file: results are kept by that, so that other sweeps find them again. Raises
+    UserError where a setting is not sound, before the first is trained.
+    """
+    base = load_run(arguments.config, arguments.overrides)
+    alone: dict[str, bool] = {}
+    for part in {part for setting in settings for part in setting}:
+        alone[part] = load_run(arguments.config, [*arguments.overrides, part]) != base
+    for setting in settings:
+        load_run(arguments.config, [*arguments.overrides, *setting])
+    return [tuple(part for part in setting if alone[part]) for setting in settings]
+
+
 def trained(arguments: argparse.Namespace, setting: Setting, seed: int) -> dict[str, Any]:
     """Train a setting and measure its best head. Its run directory is removed afterwards, unless --keep."""
     base = load_run(arguments.config, arguments.overrides)
@@ -109,8 +122,15 @@ def difference(pairs: Sequence[tuple[Answer, Answer]]) -> float:
 
 def label(setting: Setting, first: Setting) -> str:
     """What a setting changes."""
-    changed = [part for part, usual in zip(setting, first) if part != usual]
-    return ", ".join(changed or [f"{part} (compared with)" for part in first[:1]]).replace('"', "")
+    if setting == first:
+        return "compared with: " + (", ".join(setting) or "the run file as it is").replace('"', "")
+    back = [part.partition("=")[0] + " as in the run file" for part in first if not has(setting, part)]
+    return ", ".join([part for part in setting if part not in first] + back).replace('"', "")
+
+
+def has(setting: Setting, part: str) -> bool:
+    """Whether a setting gives a value to the same key."""
+    return any(other.partition("=")[0] == part.partition("=")[0] for other in setting)
 
 
 def rows_of(settings: Sequence[Setting], kept: dict[str, Any], seeds: int) -> Iterator[list[str]]:
@@ -167,11 +187,7 @@ def keep(path: Path, context: str, kept: dict[str, Any]) -> None:
 def ablate(arguments: argparse.Namespace) -> None:
     """Train what is missing, then show all."""
     base = load_run(arguments.config, arguments.overrides)
-    settings = grid(arguments.sweep, arguments.each)
-    for setting in settings:
-        load_run(
-            arguments.config, [*arguments.overrides, *setting]
-        )  # every setting is sound before the first is trained
+    settings = changes(arguments, grid(arguments.sweep, arguments.each))
     path = base.directory / "ablations.json"
     context = f"{arguments.config} {' '.join(arguments.overrides)}".strip()
     kept = results(path).get(context, {})
