@@ -7,7 +7,7 @@ G key-value heads, E head width, D width.
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -38,14 +38,24 @@ class DecoderBlock(nn.Module):
         out = self.layer(x_BND, attention_mask=None, position_ids=positions_BN, position_embeddings=turned, plan=plan)
         return out if isinstance(out, Tensor) else out[0]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "DecoderBlock":
+        """Casts reach weights only: rotary frequencies and routers' corrections stay in their own precision."""
+        kept = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            owner, _, last = name.rpartition(".")
+            part = self.get_submodule(owner)
+            setattr(part, last, buffer.to(getattr(part, last).device))
+        return self
+
     @torch.no_grad()
     def start_as(self, target: Target) -> None:
-        """Take over the tensors of the target's last such layer; those that the layer does not have are left."""
+        """Take over the tensors of the target's last full-attention layer that this one has too, in the same shape."""
         full, _ = full_layers(target)
         weights = target.body.layers[full[-1]].state_dict()
-        self.layer.load_state_dict(
-            {name: weights[name] for name in self.layer.state_dict() if name in weights}, strict=False
-        )
+        own = self.layer.state_dict()
+        shared = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
+        self.layer.load_state_dict(shared, strict=False)
 
 
 def full_layers(target: Target) -> tuple[list[int], list[str]]:
@@ -54,25 +64,40 @@ def full_layers(target: Target) -> tuple[list[int], list[str]]:
     return [place for place, name in enumerate(types) if name == "full_attention"], types
 
 
-def make_block(target: Target, kind: Kind) -> DecoderBlock:
-    """A trainable copy of the target's last layer with full attention; or a Llama layer of the target's sizes, its weights
-    random. In fp32.
+def make_block(target: Target, kind: Kind, place: int | None = None) -> DecoderBlock:
+    """A trainable copy of one of the target's layers with full attention, the last by default; or a Llama layer of the target's
+    sizes, its weights random. In fp32.
     """
-    return llama_block(target.spec) if kind == "llama" else own_block(target)
+    return llama_block(target.spec) if kind == "llama" else own_block(target, place)
 
 
-def own_block(target: Target) -> DecoderBlock:
+def own_block(target: Target, place: int | None = None) -> DecoderBlock:
     """The target's own kind. Raises UserError where its attention does more than a head's can."""
     full, types = full_layers(target)
     if not full or not hasattr(target.body.layers[full[-1]], "self_attn"):
         raise UserError(f"{target.spec.name}: none of its layers has full attention: set head.block=llama")
-    place = full[-1]
+    place = full[-1] if place is None else place
     layer, rotary = copy.deepcopy(target.body.layers[place]), copy.deepcopy(target.body.rotary_emb)
     for module in layer.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     layer.self_attn.config._attn_implementation = ATTENTION
-    return DecoderBlock(layer.float().requires_grad_(True).train(), rotary, types[place])
+    block = DecoderBlock(layer.float().train(), rotary, types[place])
+    for name, weight in block.layer.named_parameters():
+        weight.requires_grad_(not name.endswith("e_score_correction_bias"))  # moved by rule, never by gradients
+    probe(block, target)
+    return block
+
+
+@torch.no_grad()
+def probe(block: DecoderBlock, target: Target) -> None:
+    """Run two rows: an attention that a head cannot compute says so."""
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return query.new_zeros(*query.shape[:3], values.shape[-1]).transpose(1, 2)
+
+    rows = torch.zeros(1, 2, target.spec.hidden_size, device=next(block.layer.parameters()).device)
+    block(rows, torch.arange(2, device=rows.device)[None], attend)
 
 
 def llama_block(spec: TargetSpec) -> DecoderBlock:

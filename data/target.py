@@ -97,11 +97,19 @@ class BorrowedAttention:
         self.attend = attend
 
     def run(
-        self, query_BQNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scaling: float | None, others: Any
+        self, query_BQNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scaling: float | None, special: dict[str, Any]
     ) -> Tensor:
         """Attention [B, N, Q, E]. What the caller cannot know of must not be there."""
-        if others.get("softcap") is not None or others.get("s_aux") is not None:
-            raise UserError("this target caps its attention scores or has sinks: set head.block=llama")
+        found = [name for name, value in special.items() if value is not None]
+        if found:
+            words = {
+                "softcap": "caps its attention scores",
+                "sliding_window": "slides a window",
+                "s_aux": "has attention sinks",
+            }
+            raise UserError(
+                f"this target {words[found[0]]}, which a module of its kind of layer does not: set head.block=llama"
+            )
         usual = query_BQNE.shape[-1] ** -0.5
         return self.attend(query_BQNE * ((scaling or usual) / usual), key_BGSE, value_BGSE)
 
@@ -121,7 +129,8 @@ def plan_attention(
 ) -> tuple[Tensor, None]:
     """Attention under a plan. Query heads of one group are folded into the query length: keys are never repeated."""
     if isinstance(plan, BorrowedAttention):
-        return plan.run(query_BQNE, key_BGSE, value_BGSE, scaling, {"softcap": softcap, **others}), None
+        special = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": others.get("s_aux")}
+        return plan.run(query_BQNE, key_BGSE, value_BGSE, scaling, special), None
     if plan is None:
         raise RuntimeError("this model's layers do not pass keyword arguments on to their attention")
     batch, query_heads, new, width = query_BQNE.shape
@@ -204,7 +213,7 @@ class Target:
         self.place_hooks()
         try:
             self.check()
-        except (RuntimeError, IndexError, TypeError, KeyError) as error:
+        except (RuntimeError, IndexError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"target {name}: {type(model).__name__} cannot be run under Headwright's attention and cache: {reason(error)}"
             ) from None
@@ -286,6 +295,12 @@ class Target:
         weight = next(self.norm.parameters())
         out: Tensor = self.norm(state_XD.to(weight.device, weight.dtype))
         return out.to(state_XD.device, state_XD.dtype)
+
+    def last_of(self, taps_XKD: Tensor) -> Tensor:
+        """`last`, of taps that hold the last layer's; zeros where they do not, for whoever does not read it."""
+        if self.taps[-1] != self.spec.num_layers:
+            return torch.zeros_like(taps_XKD[..., 0, :])
+        return self.final_norm(taps_XKD[..., -1, :])
 
     def lm_head_rows(self, ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
         """The lm_head's weight and bias for some ids. The last set is kept: a draft vocabulary is asked for in every
@@ -397,6 +412,7 @@ class Target:
 
         Raises UserError with the first difference: a head trained on wrong states would train well and serve badly.
         """
+        refuse_recurrent(self.text, self.spec.name)
         ids = torch.randint(self.spec.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0)).to(self.device)
         with self.attention(self.own_attention):
             theirs = self.model(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -549,6 +565,16 @@ def cpu_has_bfloat16() -> bool:
     except OSError:
         return False
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def refuse_recurrent(text: Any, name: str) -> None:
+    """A layer that keeps a running state cannot forget a rejected draft."""
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if kinds:
+        raise UserError(
+            f"target {name}: it has layers of {', '.join(sorted(kinds))}, whose running state cannot be taken back after a "
+            "rejected draft: such targets are not supported yet"
+        )
 
 
 def choose_taps(taps: Taps, layers: int, name: str) -> tuple[int, ...]:

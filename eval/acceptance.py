@@ -93,6 +93,7 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(run.target, reader.manifest.taps, device)
     head = load_head(run.directory / "head", target).eval()
+    refuse_too_deep(head, shapes)
     prompts = held_out_prompts(reader, run.eval.prompts)
     say(f"evaluating on {len(prompts)} held-out prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
     done = Finished(run.directory / "eval.json", identity(run, target, prompts))
@@ -110,6 +111,15 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     write_json(run.directory / "report.json", report)
     write_html(run.directory, report)
     show(report)
+
+
+def refuse_too_deep(head: DraftHead, shapes: Sequence[TreeShape]) -> None:
+    """Before anything is measured."""
+    for shape in shapes:
+        if head.deepest is not None and shape.depth > head.deepest:
+            raise UserError(
+                f"eval.shapes {shape.name}: {shape.depth} deep, and this {head.config.kind} head guesses {head.deepest} ahead"
+            )
 
 
 def identity(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:

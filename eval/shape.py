@@ -117,14 +117,15 @@ def rows_until(
     last = min(start + place, end - 1) - 1
     first = 0 if place == 0 else last
     rows = slice(first, last + 1)
-    width = target.spec.hidden_size
+    taps_1MKD = document.taps_TKD[None, rows].to(target.device, target.dtype)
     return Context(
         target,
         document.ids_T[None, first + 1 : last + 2].to(target.device),
-        document.taps_TKD[None, rows].to(target.device, target.dtype),
-        torch.zeros(1, last + 1 - first, width, device=target.device, dtype=target.dtype),
+        taps_1MKD,
+        target.last_of(taps_1MKD),
         Policy(),
         lambda: torch.zeros(1, dtype=torch.float64),
+        texts=[document.ids_T[first + (place > 0) : last + 2].tolist()],
     )
 
 

@@ -6,7 +6,7 @@ Writes `runs/<name>/tune.json`, and `runs/<name>/tree.json`: the best static tre
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import say, table
 from headwright.data.batch import DocumentFeatures
+from headwright.data.generate import read_documents
 from headwright.data.harvest import check_offline, open_store
 from headwright.data.store import FeatureReader, write_json, write_text
 from headwright.data.target import Target
@@ -66,7 +67,9 @@ def tune(run: RunConfig, dry_run: bool = False) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(run.target, reader.manifest.taps, device)
     head = load_head(run.directory / "head", target).eval()
-    documents = answered(run, reader)
+    documents = as_adapted(head, target, answered(run, reader))
+    if head.deepest is not None:
+        run = replace(run, tune=replace(run.tune, depth=min(run.tune.depth, head.deepest)))
     say(f"τ of every shape from {len(documents)} held-out answers, which the target wrote greedily; batch 1, {device}")
     bench = Bench(head, target, typical(documents))
     overhead = measure_overhead(run, head, target, documents)
@@ -76,6 +79,15 @@ def tune(run: RunConfig, dry_run: bool = False) -> None:
     trials = try_best(run, head, target, documents, different(predictions, run.tune.real_runs))
     write(run, costs, predictions, trials)
     show(run, costs, predictions, trials)
+
+
+def as_adapted(head: DraftHead, target: Target, documents: list[DocumentFeatures]) -> list[DocumentFeatures]:
+    """Documents with the states of the target that the head has adapted; as they are for any other head."""
+    if head.changes_target() is None:
+        return documents
+    return read_documents(
+        target, [(d.ids_T.tolist(), d.mask_T.tolist()) for d in documents], documents[0].taps_TKD.dtype
+    )
 
 
 def answered(run: RunConfig, reader: FeatureReader) -> list[DocumentFeatures]:

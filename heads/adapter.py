@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor, nn
+from torch import nn
 
 from headwright.configs import UserError
 from headwright.data.target import Target
@@ -92,10 +91,6 @@ class Adapter(nn.Module):
     def joint(self, progress: float) -> bool:
         """Whether the adapter is being trained."""
         return progress >= self.config.joint_from
-
-    def nothing(self) -> Tensor:
-        """Zero, which depends on every matrix: data-parallel training wants a gradient of each in every step."""
-        return torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
 
     def save(self, folder: Path) -> None:
         """As peft and engines read it: adapter_config.json and adapter_model.safetensors."""

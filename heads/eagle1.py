@@ -4,8 +4,8 @@ fc [embedding ; feature] → one Llama layer without a norm before its attention
 which the target's own lm_head reads. The feature is the target's state after its final norm. Learned by regression of features
 (smooth L1), and a token loss on top.
 
-HASS: steps 3, detach true, loss {kl: 0.1, topk: 1}: the head reads its own features for some steps, each step's input taken as
-it is.
+HASS: steps 3, step_weight 1, detach true, loss {kl: 0.1, topk: 1}: the head reads its own features for some steps, each step's
+input taken as it is.
 
 Shapes: C context rows, P computed rows, R positions of the target, K taps, D target width.
 """

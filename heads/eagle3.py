@@ -111,7 +111,7 @@ class Head(Recurrent):
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
         sizes = Sizes.of(spec, config.hidden_size, config.intermediate_size, config.qk_norm)
-        self.sizes, self.window = sizes, config.window
+        self.sizes, self.window, self.deepest = sizes, config.window, config.window  # a draft sees all of itself
         self.fc = nn.Linear(len(taps) * spec.hidden_size, sizes.width, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(spec.hidden_size, sizes.eps) for _ in taps)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
@@ -138,10 +137,18 @@ def filled(export: Export, target: Target) -> Export:
     return replace(export, tensors=export.tensors | rows)
 
 
+def keeps(name: str) -> bool:
+    """Whether checkpoints keep a tensor in fp32 whatever the others are: routers' corrections."""
+    return name.endswith("e_score_correction_bias")
+
+
 def with_dtype(export: Export, dtype: torch.dtype) -> Export:
     """Weights in `dtype`, maps as they are; both spellings of the config key, since engines read one or the other."""
     tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        name: (tensor.to(dtype) if tensor.is_floating_point() and not keeps(name) else tensor)
+        .detach()
+        .cpu()
+        .contiguous()
         for name, tensor in export.tensors.items()
     }
     name = str(dtype).removeprefix("torch.")
@@ -195,19 +202,12 @@ def draft_cases(reader: FeatureReader, target: Target, count: int) -> list[Case]
             continue
         cut = answer[len(answer) // 2]
         taps = document.taps_TKD[:cut].float()
-        cases.append(Case(document.ids_T[1 : cut + 1].tolist(), taps, last_of(taps, target)))
+        cases.append(Case(document.ids_T[1 : cut + 1].tolist(), taps, target.last_of(taps)))
         if len(cases) == count:
             return cases
     if not cases:
         raise UserError(f"{reader.root}: no answer long enough to compare drafts on")
     return cases
-
-
-def last_of(taps_TKD: Tensor, target: Target) -> Tensor:
-    """The lm_head's input, of states that hold the last layer's; zeros for a head that does not read it."""
-    if target.taps[-1] != target.spec.num_layers:
-        return torch.zeros_like(taps_TKD[:, 0])
-    return target.final_norm(taps_TKD[:, -1])
 
 
 def shared_tables(target: Target) -> Tables:

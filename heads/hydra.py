@@ -1,11 +1,11 @@
 """Hydra (arXiv 2402.05109): heads that know what the heads before them guessed.
 
-Head i reads [h ; e_0 ; …; e_i]: the target's state at a row, the token after it, and the i tokens guessed since, each by its
-embedding. x = h + silu(W_i [h ; e_0 … e_i] + b), residual blocks, lm_head. W starts at zero, so that every head starts as the
-target's own next-token guess.
+Head i reads c = [h ; e_0 ; …; e_i]: the target's state at a row, the token after it, and the i tokens guessed since, each by
+its embedding. x = R c + silu(W c + b), residual blocks, lm_head. R starts by picking out h and W at zero, so that every head
+starts as the target's own next-token guess.
 
-Hydra++: `prefix` puts a decoder layer over the target's states in front, run once per confirmed row; deeper heads; the target's
-distribution as teacher.
+Hydra++: `prefix` puts a decoder layer over the target's states in front, run once per confirmed row (the authors' code has a
+norm after it, which would take the heads off that start: there is none here); deeper heads; the target as teacher.
 
 Shapes: B texts, C context rows, P computed rows, k frontier nodes, D target width, W draft vocabulary.
 """
@@ -44,7 +44,7 @@ class Config(StepwiseConfig):
         int, "layers of each head's MLP, the one that reads state and tokens included; Hydra++: 4", Ge(1)
     ] = 1
     prefix: Annotated[bool, "a decoder layer over the target's states in front of all heads (Hydra++)"] = False
-    dropout: Annotated[float, "of what a head reads, while it is trained", Ge(0), Le(1)] = 0.0
+    dropout: Annotated[float, "of what a head's layers and its lm_head read, while it is trained", Ge(0), Le(1)] = 0.0
     lm_head: Annotated[
         Literal["own", "shared"], "own: one for each head, starting as the target's; shared: the target's"
     ] = "own"
@@ -62,14 +62,19 @@ class HydraHead(nn.Module):
         self.enter = nn.Linear((1 + tokens) * width, width)
         nn.init.zeros_(self.enter.weight)
         nn.init.zeros_(self.enter.bias)
+        self.residual = nn.Linear((1 + tokens) * width, width, bias=False)
+        nn.init.zeros_(self.residual.weight)
+        nn.init.eye_(self.residual.weight[:, :width])
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(ResBlock(width, True) for _ in range(layers - 1)))
+        self.blocks = nn.ModuleList(ResBlock(width, True) for _ in range(layers - 1))
 
     def forward(self, feature_XD: Tensor, path_XMD: Tensor) -> Tensor:
         """What the lm_head reads, from the state and the tokens since."""
         read = self.drop(torch.cat([feature_XD[..., None, :], path_XMD], -2).flatten(-2))
-        out: Tensor = self.blocks(feature_XD + F.silu(self.enter(read)))
-        return out
+        out_XD: Tensor = self.residual(read) + F.silu(self.enter(read))
+        for block in self.blocks:
+            out_XD = block(self.drop(out_XD))
+        return self.drop(out_XD)
 
 
 class Head(Stepwise):

@@ -18,15 +18,16 @@ from headwright.heads.rotary import Rotary
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32 or wider."""
+    """x / rms(x) · (offset + weight), computed in fp32 or wider. Families that count gains from zero have an offset of 1."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.offset = eps, 0.0
 
     def forward(self, x_XH: Tensor) -> Tensor:
-        out: Tensor = NormFunction.apply(x_XH, self.weight, self.eps)
+        weight = self.weight + self.offset if self.offset else self.weight
+        out: Tensor = NormFunction.apply(x_XH, weight, self.eps)
         return out
 
 
@@ -145,7 +146,7 @@ class Sizes:
             kv_heads = max(
                 kv for kv in range(1, heads + 1) if heads % kv == 0 and kv <= max(1, heads * kv_heads // spec.num_heads)
             )
-            inner = inner or spec.intermediate_size * width // spec.hidden_size
+            inner = inner or max(1, spec.intermediate_size * width // spec.hidden_size)
         inner = inner or spec.intermediate_size
         return cls(width, inner, heads, kv_heads, spec.head_dim, spec.rms_norm_eps, spec.rope, qk_norm)
 
@@ -234,4 +235,4 @@ def attend(query_BNQE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, mask_BNS:
     folded = query_BNQE.transpose(1, 2).reshape(batch, -1, groups * new, width)
     mask = mask_BNS.repeat(1, groups, 1)[:, None]
     mixed = F.scaled_dot_product_attention(folded, keys_BGSE, values_BGSE, attn_mask=mask)
-    return mixed.reshape(batch, heads, new, width).transpose(1, 2)
+    return mixed.reshape(batch, heads, new, -1).transpose(1, 2)  # values may be narrower than keys (MLA)

@@ -30,7 +30,7 @@ from headwright.heads.grow import grow
 from headwright.heads.losses import choose_loss, mixture
 from headwright.heads.medusa_export import export_medusa
 from headwright.heads.steady import Steady
-from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig, shared_rows, step_metrics
+from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig, shared_rows, step_metrics, untouched
 
 
 @dataclass
@@ -129,14 +129,17 @@ class Head(Stepwise):
             return super().loss(batch, target)
         if not self.adapter.joint(self.engine.progress):
             heads = super().loss(batch, target)
-            return replace(heads, total=heads.total + self.adapter.nothing())
+            return replace(heads, total=heads.total + untouched(self.adapter.parameters()))
         self.live_TD = target.packed(batch.ids_T, batch.segment_T, batch.position_T)
         try:
             heads = super().loss(batch, target)
         finally:
             live_TD, self.live_TD = self.live_TD, None
         kept, metrics = self.distance(batch, target, live_TD)
-        return HeadLoss(kept + self.adapter.strength(self.engine.progress) * heads.total, heads.metrics | metrics)
+        strength = (
+            self.adapter.strength(self.engine.progress) * self.config.step_weight
+        )  # the paper counts heads from 1
+        return HeadLoss(kept + strength * heads.total, heads.metrics | metrics)
 
     def distance(
         self, batch: FeatureBatch, target: Target, live_TD: Tensor

@@ -33,7 +33,7 @@ from headwright.heads.base import Context, Export
 from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.grow import Frontier, grow
 from headwright.heads.layers import RMSNorm, attend
-from headwright.heads.mtp_native import export_native, import_native
+from headwright.heads.mtp_native import FAMILIES, export_native, import_native, layer_place
 from headwright.heads.mtp_vehicles import FAMILIES as VEHICLES
 from headwright.heads.mtp_vehicles import export_vehicle
 from headwright.heads.pair import Pair
@@ -46,7 +46,7 @@ class Config(StepwiseConfig):
     """Keys of an MTP head."""
 
     kind: Literal["mtp"] = "mtp"
-    step_weight: Annotated[float, "weight of step i is step_weight**i; FastMTP: 0.6", Gt(0), Le(1)] = 0.6
+    step_weight: Annotated[float, "weight of step i is step_weight**i; FastMTP: 0.6, DeepSeek: 1", Gt(0), Le(1)] = 0.6
     modules: Annotated[int, "1: one module, applied to its own output; as many as steps: one for each step", Ge(1)] = 1
     block: Annotated[
         Literal["target", "llama"],
@@ -55,13 +55,13 @@ class Config(StepwiseConfig):
     start: Annotated[
         Literal["last-layer", "random", "native"],
         "the layer's first weights: those of the target's last layer; random; or the MTP tensors of the target's checkpoint",
-    ] = "last-layer"
+    ] = "random"
     norm: Annotated[bool, "a norm after the layer; ERNIE's has none"] = True
     feed: Annotated[
         Literal["normed", "raw"], "what the next step reads of an output: after that norm, or before it"
     ] = "normed"
     mask_first: Annotated[bool, "the token at position 0 counts as zeros, as engines have it"] = True
-    native: Annotated[dict[str, str], "filled in by start: native: family and names of the checkpoint's tensors"] = (
+    native: Annotated[dict[str, Any], "filled in by start: native: family and place of the checkpoint's tensors"] = (
         field(default_factory=dict)
     )
 
@@ -90,6 +90,13 @@ class Module(nn.Module):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.norm = RMSNorm(width, eps) if config.norm else nn.Identity()
         self.pair = Pair(self.eh_proj, self.enorm, self.hnorm, config.mask_first)
+
+    def like(self, gain_from_zero: bool, mask_first: bool) -> None:
+        """Compute as a family does."""
+        self.pair.mask_first = mask_first
+        for part in (self.enorm, self.hnorm, self.norm):
+            if isinstance(part, RMSNorm):
+                part.offset = 1.0 if gain_from_zero else 0.0
 
     def forward(self, token_XD: Tensor, feature_XD: Tensor, positions_X: Tensor, attending: "Attending") -> Tensor:
         """The layer's output for rows [N] or [B, N], before the norm."""
@@ -136,12 +143,26 @@ class Head(Recurrent):
         """A decoder layer of the target's kind for every module."""
         super().attach(target)
         for module in self.links:
-            module.block = make_block(target, self.config.block).to(module.eh_proj.weight.device)
+            module.block = make_block(target, self.config.block, self.layer_like(target)).to(
+                module.eh_proj.weight.device
+            )
+            if self.config.native:
+                family = FAMILIES[self.config.native["family"]]
+                module.like(family.gain_from_zero, family.mask_first)
+
+    def layer_like(self, target: Target) -> int | None:
+        """The layer of the target whose kind the modules have; None: the last."""
+        if self.config.start != "native":
+            return None
+        if "like" in self.config.native:
+            return int(self.config.native["like"])
+        return layer_place(target.folder(), list(target.body.layers))
 
     def initialise(self, target: Target) -> None:
         """The layers as the config asks. Beside a layer that knows what to do, eh_proj starts by handing on the feature."""
         if self.config.start == "native":
-            self.config.native = import_native(self, target.folder())
+            like = self.layer_like(target)
+            self.config.native = import_native(self, target.folder()) | ({} if like is None else {"like": like})
             return
         for module in self.links:
             if self.config.start == "random":

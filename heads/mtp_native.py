@@ -10,7 +10,7 @@ Shapes: D target width, E experts, I width of an expert.
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,8 @@ PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 @dataclass(frozen=True)
 class Family:
     """Names of a module's parts. {i}: the module; {n}: the number of the target's layers plus i; the layer's own tensors stand
-    under `layer` in the names of the target's layers. `extra`: tensors beside them that are the target's own.
+    under `layer` in the names of the target's layers. `extra`: tensors beside them that are the target's own. `mask_first`: the
+    token at position 0 counts as zeros (vLLM 0.32).
     """
 
     enorm: str
@@ -42,6 +43,12 @@ class Family:
     extra: tuple[str, ...] = ()
     feature_first: bool = False
     gain_from_zero: bool = False
+    mask_first: bool = True
+
+    @property
+    def numbered(self) -> bool:
+        """Whether names tell modules apart."""
+        return "{" in self.eh_proj
 
     def place(self, name: str, module: int, layers: int) -> str:
         """A name with its numbers."""
@@ -63,6 +70,7 @@ QWEN = Family(
     "mtp.norm.weight",
     "mtp.layers.{i}.",
     gain_from_zero=True,
+    mask_first=False,
 )
 MIMO = Family(
     "model.mtp_layers.{i}.token_layernorm.weight",
@@ -90,7 +98,7 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         try:
             self.where = self.indexed(index) if index.is_file() else self.listed(folder)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UserError(f"{folder}: its weights cannot be read: {reason(error)}") from None
 
     @staticmethod
@@ -112,12 +120,17 @@ class Checkpoint:
         return where
 
     def read(self, name: str) -> Tensor:
-        """One tensor in fp32."""
+        """One tensor in fp32. Raises UserError for one that is quantised: its scales lie elsewhere."""
         try:
             with safe_open(self.folder / self.where[name], "pt") as file:
-                return file.get_tensor(name).float()
+                tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.folder}: {name} cannot be read: {reason(error)}") from None
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(
+                f"{self.folder}: {name} is {str(tensor.dtype)[6:]}: a quantised MTP module cannot be trained on"
+            )
+        return tensor.float()
 
 
 def find_family(checkpoint: Checkpoint, layers: int) -> str:
@@ -131,29 +144,58 @@ def find_family(checkpoint: Checkpoint, layers: int) -> str:
     )
 
 
+def layer_place(folder: Path, layers: Sequence[nn.Module]) -> int | None:
+    """Which of the target's layers has the tensors of the checkpoint's module: published modules are not always of the last
+    layer's kind (ERNIE-4.5's are dense). None: the last.
+    """
+    checkpoint = Checkpoint(folder)
+    family = FAMILIES[find_family(checkpoint, len(layers))]
+    prefix = family.place(family.layer, 0, len(layers))
+    for place, layer in reversed(list(enumerate(layers))):
+        if all(there(checkpoint, prefix + key, value) for key, value in layer.state_dict().items()):
+            return place
+    return None
+
+
+def there(checkpoint: Checkpoint, name: str, like: Tensor) -> bool:
+    """Whether a tensor of a layer is in the checkpoint, experts together or apart."""
+    if name in checkpoint.where:
+        return True
+    return (
+        ".experts." in name
+        and like.ndim == 3
+        and all(part in checkpoint.where for names in experts(name, len(like)) for part in names)
+    )
+
+
 @torch.no_grad()
-def import_native(head: "Head", folder: Path) -> dict[str, str]:
+def import_native(head: "Head", folder: Path) -> dict[str, Any]:
     """Fill the head's modules from the target's checkpoint. Returns what an export needs to write them back.
 
     Raises UserError where a tensor is missing, or the head's options differ from what the family computes.
     """
-    checkpoint = Checkpoint(folder)
-    layers = head.spec.num_layers
+    checkpoint, layers = Checkpoint(folder), head.spec.num_layers
     name = find_family(checkpoint, layers)
     family = FAMILIES[name]
     if (family.norm is None) == head.config.norm:
         raise UserError(f"head.norm: {name} modules have {'no' if family.norm is None else 'a'} norm after their layer")
+    if len(head.links) > 1 and not family.numbered:
+        raise UserError(f"head.modules {len(head.links)}: {name} checkpoints ship one module: head.modules=1")
+    head.config.mask_first = family.mask_first
+    together = False
     for number, module in enumerate(head.links):
+        module.like(family.gain_from_zero, family.mask_first)
         for part in PARTS:
             source = getattr(family, part)
             if source is not None:
-                own: nn.Module = getattr(module, part)
-                value = ours(part, need(checkpoint, family.place(source, number, layers)), family)
-                put(own.weight, value, source)  # type: ignore[arg-type]
+                place = family.place(source, number, layers)
+                value = need(checkpoint, place)
+                own = module.get_submodule(part).get_parameter("weight")
+                put(own, swapped(value) if part == "eh_proj" and family.feature_first else value, place)
         prefix = family.place(family.layer, number, layers)
         for key, own_value in module.block.layer.state_dict().items():
-            put(own_value, layer_tensor(checkpoint, prefix, key, own_value), prefix + key)
-    return {"family": name, "layers": str(layers), "checkpoint": str(folder.resolve())}
+            together |= fill(own_value, checkpoint, prefix + key)
+    return {"family": name, "layers": layers, "checkpoint": str(folder.resolve()), "experts_together": together}
 
 
 def put(own: Tensor, value: Tensor, name: str) -> None:
@@ -172,18 +214,9 @@ def need(checkpoint: Checkpoint, name: str) -> Tensor:
     return checkpoint.read(name)
 
 
-def ours(part: str, value: Tensor, family: Family) -> Tensor:
-    """A tensor in our layout: gains from one, the token's half of the projection first."""
-    if part == "eh_proj":
-        return swapped(value) if family.feature_first else value
-    return value + 1 if family.gain_from_zero else value
-
-
 def theirs(part: str, value: Tensor, family: Family) -> Tensor:
-    """The inverse."""
-    if part == "eh_proj":
-        return swapped(value) if family.feature_first else value
-    return value - 1 if family.gain_from_zero else value
+    """A module's tensor in the family's layout."""
+    return swapped(value) if part == "eh_proj" and family.feature_first else value
 
 
 def swapped(weight_D2D: Tensor) -> Tensor:
@@ -194,13 +227,15 @@ def swapped(weight_D2D: Tensor) -> Tensor:
 # A layer's tensors. Checkpoints keep experts one by one, transformers as one tensor of each kind.
 
 
-def layer_tensor(checkpoint: Checkpoint, prefix: str, key: str, like: Tensor) -> Tensor:
-    """A tensor of the layer, experts put together where they stand apart."""
-    if prefix + key in checkpoint.where or like.ndim != 3 or ".experts." not in key:
-        return need(checkpoint, prefix + key)
-    return torch.stack(
-        [torch.cat([need(checkpoint, name) for name in names]) for names in experts(prefix + key, len(like))]
-    )
+def fill(own: Tensor, checkpoint: Checkpoint, name: str) -> bool:
+    """Copy a tensor of the layer, experts together or one by one; whether it is one of experts that stand together."""
+    if name in checkpoint.where or own.ndim != 3 or ".experts." not in name:
+        put(own, need(checkpoint, name), name)
+        return own.ndim == 3 and ".experts." in name
+    for expert, names in zip(own, experts(name, len(own))):
+        for room, part in zip(expert.chunk(len(names)), names):
+            put(room, need(checkpoint, part), part)
+    return False
 
 
 def experts(name: str, count: int) -> Iterator[list[str]]:
@@ -234,7 +269,7 @@ def native_tensors(head: "Head") -> dict[str, Tensor]:
                 )
         prefix = family.place(family.layer, number, layers)
         for key, value in module.block.layer.state_dict().items():
-            tensors |= apart(prefix + key, value)
+            tensors |= {prefix + key: value} if head.config.native["experts_together"] else apart(prefix + key, value)
     return tensors
 
 

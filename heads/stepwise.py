@@ -4,6 +4,7 @@ Loss, metrics, agreement and ranks follow from it. Shapes: T packed tokens, P co
 H head width, W draft vocabulary.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -103,7 +104,8 @@ class Stepwise(DraftHead):
         """Σ_i weight_i Σ_rows loss(p, q_i), with per-step metrics.
 
         loss_i: mean loss; alpha_i: Σ min(p, q), the acceptance of a sampled draft; agree_i: head's and target's first
-        choices are the same. What the head cannot say counts as a miss in both.
+        choices are the same. What the head cannot say counts as a miss in both. Rows that are left out (out_of_vocab,
+        first_draft) still count in the run's normaliser: it is that of the text, whatever a head makes of it.
         """
         first_R = self.choices_V[batch.argmax_R]
         steps = self.steps_now()
@@ -124,6 +126,8 @@ class Stepwise(DraftHead):
         )
         total, sums = chunked_loss(task, weights[:steps], outputs)
         extra, metrics = self.extra_loss(batch, target, moved, outputs)
+        if steps < self.config.steps:
+            total = total + untouched(self.parameters())
         return HeadLoss(total if extra is None else total + extra, step_metrics(sums, plan, batch) | metrics)
 
     def guesses(self, batch: FeatureBatch, target: Target, steps: int) -> tuple[Rows, list[tuple[Tensor, Tensor]]]:
@@ -156,6 +160,11 @@ class Stepwise(DraftHead):
             known_P = plan.bears_PI[:count, i] & (label_P >= 0)
             ranks_TI[plan.rows_P[:count], i] = torch.where(known_P, rank_P.cpu(), -1)
         return ranks_TI
+
+
+def untouched(weights: Iterable[Tensor]) -> Tensor:
+    """Zero, which depends on all of them: data-parallel training wants a gradient of every parameter in every step."""
+    return torch.stack([weight.sum() for weight in weights if weight.requires_grad]).sum() * 0.0
 
 
 def step_metrics(sums: Tensor, plan: Rows, batch: FeatureBatch) -> dict[str, tuple[Tensor, Tensor]]:

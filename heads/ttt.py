@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from headwright.configs import UserError
 from headwright.data.batch import FeatureBatch, shift
 from headwright.data.rows import Rows, Spans
 from headwright.heads.attention import rollout_attention
@@ -80,6 +81,10 @@ def rollout(
     `recompute`: keep the steps' outputs only, and run each step again in the backward pass. `entry`: for heads whose layers
     read one stream. `feed`: what the next step reads of an output. `window`: keys that a row may see, its own included.
     """
+    if window is not None and rows.steps > window:
+        raise UserError(
+            f"a rollout of {rows.steps} steps in a window of {window} tokens: it would not see all of itself"
+        )
     run = Rollout(layers, embed, feature_CH, rows, entry, feed, window)
     outputs = [run.first(feature_CH)]
     for step in range(1, rows.steps):
