@@ -342,11 +342,12 @@ def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | N
     head = make_head(saved.config, saved.spec, saved.taps, saved.vocab)
     if target is not None:
         head.attach(target)
+        head = head.to(target.device, dtype or target.dtype)
     try:
         head.load_state_dict(saved.tensors)
     except RuntimeError as error:
         raise UserError(f"{folder}: weights and head.json do not fit together: {error}") from None
-    return head if target is None else head.to(target.device, dtype or target.dtype)
+    return head
 
 
 @dataclass

@@ -74,6 +74,7 @@ class Head(Stepwise):
         config.described = description(small)
         object.__setattr__(self, "small", small)
         self.model = small.model.requires_grad_(True).to(target.device)
+        small.model.get_input_embeddings().padding_idx = None  # it would keep a token of real texts from learning
         self.tied = is_tied(small)
 
     def initialise(self, target: Target) -> None:

@@ -202,6 +202,8 @@ class Head(Recurrent):
     def rollout(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
         """The modules' outputs at each step, of the rows that are computed."""
         feature_CD = self.read(batch.taps_TKD[plan.context_C].to(self.dtype), target)
+        if not len(feature_CD):  # transformers' layers cannot run no rows at all
+            return [feature_CD] * plan.steps
         if self.chained:
             return self.chain(batch, target, plan, feature_CD)
         return self.recursion(target, plan, feature_CD)
@@ -215,6 +217,9 @@ class Head(Recurrent):
         own: list[tuple[Tensor, Tensor]] = []
         for step in range(1, plan.steps):
             count = plan.counts[step]
+            if not count:
+                outputs.append(outputs[-1][:0])
+                continue
             attending = Attending(plan.spans[step], context, own)
             feature_ND, positions_N = self.feed(outputs[-1][:count]), plan.position_P[:count] + step
             outputs.append(module(token_UD[plan.reads_PI[:count, step]], feature_ND, positions_N, attending))

@@ -126,7 +126,7 @@ class Stepwise(DraftHead):
         )
         total, sums = chunked_loss(task, weights[:steps], outputs)
         extra, metrics = self.extra_loss(batch, target, moved, outputs)
-        if steps < self.config.steps:
+        if steps < self.config.steps or not plan.counts[-1]:
             total = total + untouched(self.parameters())
         return HeadLoss(total if extra is None else total + extra, step_metrics(sums, plan, batch) | metrics)
 
