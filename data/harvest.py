@@ -91,14 +91,21 @@ def open_store(run: RunConfig, side: str) -> FeatureReader:
     """A store of the run, with the taps that its head reads. Raises UserError where it lacks one."""
     root = store_path(run, side)
     manifest = read_manifest(root)
-    wanted = run.head.choose_taps(manifest.target["num_layers"], tuple(manifest.taps))
-    missing = [tap for tap in wanted if tap not in manifest.taps]
-    if missing:
+    source = f"{root}: holds taps {manifest.taps} ({root.parent / 'config.yaml'} made it)"
+    return FeatureReader(root, wanted_taps(run, manifest.target["num_layers"], manifest.taps, source))
+
+
+def wanted_taps(run: RunConfig, layers: int, there: Sequence[int], source: str) -> tuple[int, ...]:
+    """The taps of those that are there which the head reads. Raises UserError, with what `source` says, where it lacks one."""
+    wanted: tuple[int, ...] = run.head.choose_taps(layers, tuple(there))
+    if wanted[-1] > layers:
+        raise UserError(f"head.taps {list(wanted)}: the target has {layers} layers (tap i = after i layers)")
+    if not set(wanted) <= set(there):
         raise UserError(
-            f"{root}: holds taps {manifest.taps} ({root.parent / 'config.yaml'} made it), and the {run.head.kind} head reads "
-            f"{list(wanted)}: harvest with harvest.taps={sorted({*manifest.taps, *missing})}, or train on taps that are there"
+            f"{source}, and the {run.head.kind} head reads {list(wanted)}: harvest with "
+            f"harvest.taps={sorted({*there, *wanted})}, or train on taps that are there"
         )
-    return FeatureReader(root, wanted)
+    return wanted
 
 
 def harvest(run: RunConfig, dry_run: bool = False) -> None:

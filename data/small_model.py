@@ -4,6 +4,7 @@ Beside target.py, block.py and gguf_model.py the only code that knows Hugging Fa
 """
 
 import copy
+import json
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def load_small(name: str, target: Target) -> Target:
 
 def description(model: Target) -> dict[str, Any]:
     """Its configuration, as JSON keeps it."""
-    found: dict[str, Any] = model.model.config.to_dict()
+    found: dict[str, Any] = json.loads(model.model.config.to_json_string(use_diff=False))
     return found
 
 

@@ -206,7 +206,7 @@ class Target:
         self.own_attention = model.config._attn_implementation
         self.cache_key = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
         self.captured: dict[int, Tensor] = {}
-        self.adapted: list[Any] = []  # layers that an adapter changes
+        self.adapted: dict[str, nn.Module] = {}  # what stood where an adapter's layers stand
         self.source: str | None = None  # a directory, or a hub name
         self.spare: dict[tuple[int, int], list[Any]] = {}  # caches with captured passes that are free (graphs.py)
         self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -243,8 +243,10 @@ class Target:
     def as_it_was(self) -> None:
         """Without any adapter. Captured passes are forgotten: they would not notice."""
         self.spare.clear()
-        for layer in self.adapted:
-            layer.enable_adapters(False)
+        for name, layer in self.adapted.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), last, layer)
+        self.adapted.clear()
 
     def folder(self) -> Path:
         """Where its checkpoint lies; that of a hub model is what was downloaded."""

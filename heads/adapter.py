@@ -3,19 +3,18 @@
 The target is adapted in place, and its text may change: whoever measures such a head says so.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 from torch import nn
 
 from headwright.configs import UserError
 from headwright.data.target import Target
 
-NUMBERS = itertools.count()
+LABEL = "headwright"
 
 
 @dataclass
@@ -36,9 +35,25 @@ class AdapterConfig:
     ramp: Annotated[Literal["constant", "sine"], "how λ comes to its weight from joint_from on"] = "sine"
     distil: Annotated[float, "weight of KL(the target as it was ‖ the adapted one)", Ge(0)] = 1.0
     text: Annotated[float, "weight of the cross-entropy of the text that the target would have said", Ge(0)] = 0.0
-    checked: Annotated[
-        float, "share of the next tokens that the adapted target must still choose alike", Ge(0), Le(1)
-    ] = 0.9
+
+
+def adapted_names(config: AdapterConfig, target: Target) -> list[str]:
+    """The target's linear layers that the config names, in full. Raises UserError for a name that none has."""
+    inside = next(name for name, part in target.model.named_modules() if part is target.body.layers)
+    linear = [
+        name
+        for name, part in target.model.named_modules()
+        if name.startswith(f"{inside}.") and isinstance(part, nn.Linear)
+    ]
+    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    for wanted in config.modules:
+        if wanted not in kinds:
+            raise UserError(
+                f"head.adapter.modules: {wanted!r} is no linear layer of the target's: there are {', '.join(kinds)}"
+            )
+    if not config.modules:
+        raise UserError(f"head.adapter.modules is empty: give some of {', '.join(kinds)}")
+    return [name for name in linear if name.rpartition(".")[2] in config.modules]
 
 
 class Adapter(nn.Module):
@@ -47,37 +62,20 @@ class Adapter(nn.Module):
     def __init__(self, config: AdapterConfig, target: Target):
         super().__init__()
         from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.lora.layer import LoraLayer
 
-        self.config, self.label = config, f"headwright{next(NUMBERS)}"
+        self.config = config
+        names = adapted_names(config, target)
         self.lora = LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.modules)
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names
         )
-        try:
-            inject_adapter_in_model(self.lora, target.model, self.label)
-        except ValueError as error:
-            raise UserError(f"head.adapter.modules {config.modules}: {error}") from None
-        self.places: list[Any] = []
+        inject_adapter_in_model(self.lora, target.model, LABEL)
         self.parts = nn.ModuleDict()
-        for name, module in target.model.named_modules():
-            if isinstance(module, LoraLayer) and self.label in module.lora_A:
-                self.places.append(module)
-                self.parts[name.replace(".", "/")] = nn.ModuleDict(
-                    {
-                        "A": module.lora_A[self.label],
-                        "B": module.lora_B[self.label],
-                        "dropout": module.lora_dropout[self.label],
-                    }
-                )
+        for name in names:
+            layer = target.model.get_submodule(name)
+            sides = {"A": layer.lora_A[LABEL], "B": layer.lora_B[LABEL], "dropout": layer.lora_dropout[LABEL]}
+            self.parts[name.replace(".", "/")] = nn.ModuleDict(sides)
+            target.adapted[name] = layer.base_layer
         target.model.eval()
-        target.adapted += self.places
-        self.switch_on()
-
-    def switch_on(self) -> None:
-        """Let the target compute with this adapter, and with no other."""
-        for place in self.places:
-            place.enable_adapters(True)
-            place.set_adapter([self.label])
         self.requires_grad_(True)
 
     def strength(self, progress: float) -> float:

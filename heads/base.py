@@ -3,6 +3,7 @@
 Shapes: B rows, M new rows of context, K taps, D target width, V target vocabulary, W draft vocabulary.
 """
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -89,6 +90,7 @@ class PlainReader(Protocol):
 class Export:
     """An engine's directory: tensors and config.json, the shape that the format gives every tensor, what reads it back, and the
     launch lines for a target, a directory and a dtype. into: a checkpoint whose copy takes the tensors in.
+    shares: whether engines share the target's embedding with it.
     from_target: tensors that are rows of the target's lm_head, by their token ids.
     warnings: what a user should know before serving.
     """
@@ -99,6 +101,7 @@ class Export:
     reader: Callable[[Path], PlainReader]
     launch: Callable[[str, Path, str], str]
     into: Path | None = None
+    shares: bool = True
     from_target: dict[str, Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -243,7 +246,8 @@ class DraftHead(nn.Module):
 
     def __init__(self, config: Any, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__()
-        self.config, self.spec, self.taps, self.vocab = config, spec, tuple(taps), vocab
+        self.config = copy.copy(config)  # what a head fills in belongs to it, not to the run file
+        self.spec, self.taps, self.vocab = spec, tuple(taps), vocab
         self.register_buffer("ids_W", vocab.ids_W.clone(), persistent=False)
         self.choices_V = vocab.index_V  # draft id of each target id, on the host
         self.engine = Engine()
@@ -392,12 +396,12 @@ def warm_start(head: DraftHead, folder: Path) -> str:
             f"tokens), not for {head.spec.name} ({head.spec.hidden_size}, {head.spec.vocab_size})"
         )
     here, there = matching_rows(head.vocab.ids_W, saved.vocab.ids_W)
-    taken, left = [], []
+    taken, left, sizes = [], [], (len(head.vocab), len(saved.vocab))
     for name, own in head.state_dict().items():
         theirs = saved.tensors.get(name)
         if theirs is None:
             left.append(name)
-        elif len(own) == len(head.vocab) and len(theirs) == len(saved.vocab) and own.shape[1:] == theirs.shape[1:]:
+        elif "lm_head" in name and own.shape[1:] == theirs.shape[1:] and (len(own), len(theirs)) == sizes:
             own[here.to(own.device)] = theirs[there].to(own)
             taken.append(name)
         elif own.shape == theirs.shape:

@@ -71,6 +71,11 @@ class Head(Stepwise):
         else:
             small = load_small(config.model, target) if config.model else cut_target(target, config.layers)
         check_same_tokens(small, target)
+        if int(self.ids_W.max()) >= small.spec.vocab_size:
+            raise UserError(
+                f"head.model {config.model}: has rows for {small.spec.vocab_size} tokens, and the draft vocabulary reaches to "
+                f"token {int(self.ids_W.max())}: set vocab.size, so that it holds tokens of the text alone"
+            )
         config.described = description(small)
         object.__setattr__(self, "small", small)
         self.model = small.model.requires_grad_(True).to(target.device)
@@ -120,7 +125,7 @@ class Head(Stepwise):
 
     def drafter(self) -> ModelDrafter:
         """The model as the decoder's other draft models."""
-        return ModelDrafter(self.small, self.small.spec.vocab_size if self.vocab.full else self.ids_W)
+        return ModelDrafter(self.small, len(self.ids_W) if self.vocab.full else self.ids_W)
 
     def start(self, batch: int, slots: int) -> KVCache:
         """The model's own cache."""
@@ -142,9 +147,8 @@ class Head(Stepwise):
             name.removeprefix("model."): value for name, value in self.state_dict().items() if name.startswith("model.")
         }
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        return Export(
-            tensors, dict(self.config.described), shapes, lambda folder: PlainModel(folder, self.vocab), launch_lines
-        )
+        config, vocab = dict(self.config.described), self.vocab
+        return Export(tensors, config, shapes, lambda folder: PlainModel(folder, vocab), launch_lines, shares=False)
 
 
 class PlainModel:

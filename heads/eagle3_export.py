@@ -28,7 +28,7 @@ def export_eagle3(head: "Head", engine: str) -> Export:
     refuse_unservable(head, engine)
     config = portable_config(head)
     export = Export(tensors_of(head), config, portable_shapes(config), PlainEagle3, launch_lines(engine))
-    return replace(export, warnings=newer_options(head))
+    return replace(export, warnings=newer_options(head), shares=not head.own_embedding)
 
 
 def newer_options(head: "Head") -> list[str]:
@@ -51,6 +51,10 @@ def refuse_unservable(head: "Head", engine: str) -> None:
             raise UserError(
                 f"export: taps {list(head.taps)}: the portable format needs two or more, from 1 to "
                 f"{head.spec.num_layers - 1}; harvest and train with such taps"
+            )
+        if head.sizes.width == len(head.taps) * head.spec.hidden_size:
+            raise UserError(
+                "export: SGLang skips `fc` where the head is as wide as all taps together: another head.hidden_size"
             )
         options = {
             "norm_before_residual": config.norm_before_residual,

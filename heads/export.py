@@ -31,6 +31,7 @@ from headwright.heads.draft_tree import TreeShape
 SECTIONS = ("export",)
 ABOUT = "Write the head as a directory that vLLM and SGLang load, read it back and compare drafts."
 DRAFTS = 5
+SHARED = "\nThe embedding is the target's own and is not in this directory; engines share it.\n"
 
 
 def check_tensors(export: Export) -> None:
@@ -97,7 +98,7 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
             write_json(scratch / "headwright.json", provenance(run, head, proof))
             target_name = run.export.name_or_path or locate(run.target.model)
             launch = export.launch(target_name, folder.resolve(), export.config["dtype"])
-            write_text(scratch / "SERVE.md", serve_notes(run, launch))
+            write_text(scratch / "SERVE.md", serve_notes(run, launch, export.shares))
         rows.append(
             (
                 engine,
@@ -285,7 +286,7 @@ def sampling(result: dict[str, Any]) -> str:
     return f"T = {result['temperature']:g}" if result["temperature"] else "greedy"
 
 
-def serve_notes(run: RunConfig, launch: str) -> str:
+def serve_notes(run: RunConfig, launch: str, shares: bool) -> str:
     """SERVE.md: the exact launch lines and what to expect."""
     result = measured(run)
     expect = (
@@ -302,9 +303,7 @@ Target: `{run.target.model}`. {expect}
 Compare: vLLM's mean acceptance length and SGLang's `accept len` count the bonus token, as our τ does. Both depend on the
 number of drafted tokens: K = 3 accepts less per pass than K = 5. A value near 1.0 means that something is wrong, not that the
 head is weak.
-
-The embedding is the target's own and is not in this directory; engines share it.
-"""
+{SHARED if shares else ""}"""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import yaml
 
-from headwright.configs import RunConfig, UserError
+from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import clean_exit
 from headwright.configs.console import say, table
 from headwright.configs.load import load_run, parse
@@ -43,7 +44,10 @@ Answer = tuple[int, int]  # tokens emitted and cycles of one held-out answer
 def values_of(sweep: str) -> list[str]:
     """`key=a,b,[c,d]` → overrides of the key. Raises UserError."""
     key, separator, text = sweep.partition("=")
-    values = parse(f"[{text}]") if separator and text else []
+    try:
+        values = parse(f"[{text}]") if separator and text else []
+    except yaml.YAMLError:
+        values = []
     if not key or not isinstance(values, list) or not values:
         raise UserError(f"--sweep {sweep!r}: write key=value,value,…; lists in brackets: head.taps=[2,15,27],[27]")
     return [f"{key}={json.dumps(value)}" for value in values]
@@ -66,7 +70,10 @@ def changes(arguments: argparse.Namespace, settings: Sequence[Setting]) -> list[
     base = load_run(arguments.config, arguments.overrides)
     alone: dict[str, bool] = {}
     for part in {part for setting in settings for part in setting}:
-        alone[part] = load_run(arguments.config, [*arguments.overrides, part]) != base
+        try:
+            alone[part] = load_run(arguments.config, [*arguments.overrides, part]) != base
+        except UserError:  # sound together with others, perhaps
+            alone[part] = True
     for setting in settings:
         load_run(arguments.config, [*arguments.overrides, *setting])
     return [tuple(part for part in setting if alone[part]) for setting in settings]
@@ -189,7 +196,8 @@ def ablate(arguments: argparse.Namespace) -> None:
     base = load_run(arguments.config, arguments.overrides)
     settings = changes(arguments, grid(arguments.sweep, arguments.each))
     path = base.directory / "ablations.json"
-    context = f"{arguments.config} {' '.join(arguments.overrides)}".strip()
+    digest = hashlib.blake2b(dump(base).encode(), digest_size=4).hexdigest()  # another run file is another context
+    context = f"{arguments.config} {' '.join(arguments.overrides)} {digest}".strip()
     kept = results(path).get(context, {})
     for seed, setting in itertools.product(range(arguments.seeds), settings):
         if arguments.table or key_of(setting, seed) in kept:
@@ -206,7 +214,9 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="the run file; its features must be harvested")
     parser.add_argument("--sweep", nargs="+", required=True, metavar="KEY=VALUES", help="a key and its values")
     parser.add_argument("--each", action="store_true", help="change one key at a time instead of all combinations")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each setting")
+    parser.add_argument(
+        "--seeds", type=int, choices=range(1, 100), default=1, metavar="N", help="trainings of each setting"
+    )
     parser.add_argument("--keep", action="store_true", help="keep every training's run directory")
     parser.add_argument("--table", action="store_true", help="train nothing, print what is there")
     parser.add_argument("--out", type=Path, help="also write the table as Markdown")

@@ -82,6 +82,7 @@ def fit(
             rate = learning_rate(config, state.step, state.total)
             set_learning_rate(optimizer, rate)
             unwrapped(accelerator, model).engine.progress = state.step / state.total
+            torch.manual_seed(seed_of(stream, state.step))  # dropout is the same after a resumption
             norm = one_step(accelerator, model, optimizer, batches, target, config, meter)
             stopping = agreed(accelerator, stop.wanted)
             state.step += 1
@@ -110,6 +111,11 @@ def fit(
     if stop.wanted:
         say(f"stopped after step {state.step} of {state.total}; a checkpoint is written")
         raise KeyboardInterrupt
+
+
+def seed_of(stream: FeatureStream, step: int) -> int:
+    """Of the random numbers of a step, on this rank."""
+    return (stream.seed * 1_000_003 + step) * stream.world + stream.rank
 
 
 def due(state: Progress, every: int) -> bool:

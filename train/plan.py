@@ -19,7 +19,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, size, table
 from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.corpus import read_corpus
-from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path, taps_to_harvest
+from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path, taps_to_harvest, wanted_taps
 from headwright.data.jobs import Jobs
 from headwright.data.packing import plan_epoch
 from headwright.data.sampling import Policy
@@ -165,7 +165,7 @@ def expected_tokens(jobs: Jobs, shares: dict[bool, float]) -> tuple[int, int]:
 
 def narrow(run: RunConfig, target: Target, sample: Harvested) -> None:
     """From here on only the taps that the head reads."""
-    wanted = run.head.choose_taps(target.spec.num_layers, target.taps)
+    wanted = wanted_taps(run, target.spec.num_layers, target.taps, f"harvest.taps gives {list(target.taps)}")
     columns = [target.taps.index(tap) for tap in wanted]
     sample.documents = [replace(d, taps_TKD=d.taps_TKD[:, columns]) for d in sample.documents]
     target.taps = wanted

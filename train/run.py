@@ -71,6 +71,11 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     covered = coverage(vocab, count_tokens(held_out.response_tokens(), target.spec.vocab_size))
     head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
     head.attach(target)
+    if head.changes_target() and run.harvest.features != "stored":
+        raise UserError(
+            f"harvest.features {run.harvest.features}: this head changes its target, and what it is held to must come from the "
+            "target as it was: harvest.features=stored"
+        )
     head.initialise(target)
     warmed = warm_start(head, Path(run.train.warm_start)) if run.train.warm_start else None
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
@@ -105,6 +110,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
             save_checkpoint(folder, unwrapped(accelerator, model), optimizer, state)
         accelerator.wait_for_everyone()
 
+    head.train()
     tracker = Tracker(run, accelerator.is_main_process, since=state.step)
     try:
         fit(
