@@ -757,7 +757,7 @@ def path_logprob(head, target, context: Context, path: tuple[int, ...]) -> float
         return root_only(context.root_B)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headwright.heads.eagle3.grow", step_through)
+        patch.setattr("headwright.heads.recurrent.grow", step_through)
         head.propose(head.start(1, context.tokens_BM.shape[1] + len(path)), context, TreeShape.chain(1))
     return sum(total)
 

@@ -64,7 +64,7 @@ class Poisoned(FeatureReader):
 
 
 def test_a_bad_document_stops_the_run_or_is_left_out(make_run, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr("headwright.train.run.FeatureReader", Poisoned)
+    monkeypatch.setattr("headwright.data.harvest.FeatureReader", Poisoned)
     with pytest.raises(UserError, match=r"document 0 \(.+\): NaN or infinite feature: taps of row 1"):
         train(make_run())
     run = make_run(bad_documents="skip")
