@@ -26,11 +26,11 @@ from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
 from headwright.heads.base import Context, Export
 from headwright.heads.draft_tree import Tree, TreeShape
+from headwright.heads.fan import Fan, Steady
 from headwright.heads.grow import grow
 from headwright.heads.layers import Block, Sizes, attend
 from headwright.heads.medusa import ResBlock
-from headwright.heads.steady import Steady
-from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig
+from headwright.heads.stepwise import StepwiseConfig
 from headwright.heads.ttt import context_outputs
 
 
@@ -77,37 +77,17 @@ class HydraHead(nn.Module):
         return self.drop(out_XD)
 
 
-class Head(Stepwise):
+class Head(Fan):
     """The trainable heads."""
 
     config: Config
 
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
-        width, own = spec.hidden_size, config.lm_head == "own"
+        width = spec.hidden_size
         self.heads = nn.ModuleList(HydraHead(width, i + 1, config.layers, config.dropout) for i in range(config.steps))
-        self.lm_heads = nn.ModuleList(SharedOrOwn(own, width, vocab) for _ in range(config.steps if own else 1))
         if config.prefix:
             self.prefix = Block(Sizes.of(spec))
-        self.deepest = config.steps
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return next(self.heads.parameters()).dtype
-
-    def initialise(self, target: Target) -> None:
-        """Every lm_head starts as the target's."""
-        for lm_head in self.projectors():
-            lm_head.initialise(target, self.ids_W)
-
-    def projectors(self) -> list[SharedOrOwn]:
-        """One lm_head per step, or one for all."""
-        return list(self.lm_heads)  # type: ignore[arg-type]
-
-    def projections(self, target: Target) -> list[Tensor]:
-        """One lm_head per step, or the target's for all."""
-        return [lm_head.rows(target, self.ids_W) for lm_head in self.projectors()]
 
     def outputs(self, batch: FeatureBatch, target: Target, plan: Rows) -> list[Tensor]:
         """Each head's reading of the rows that reach it, with the text's own tokens as the path."""

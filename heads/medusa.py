@@ -26,11 +26,11 @@ from headwright.heads.adapter import Adapter, AdapterConfig
 from headwright.heads.base import Context, Export, HeadLoss
 from headwright.heads.chunked import METRICS, Task, Weights, chunked_loss, plan_pairs, rows_in_memory
 from headwright.heads.draft_tree import Tree, TreeShape
+from headwright.heads.fan import Fan, Steady
 from headwright.heads.grow import grow
 from headwright.heads.losses import choose_loss, mixture
 from headwright.heads.medusa_export import export_medusa
-from headwright.heads.steady import Steady
-from headwright.heads.stepwise import SharedOrOwn, Stepwise, StepwiseConfig, shared_rows, step_metrics, untouched
+from headwright.heads.stepwise import StepwiseConfig, shared_rows, step_metrics, untouched
 
 
 @dataclass
@@ -67,19 +67,17 @@ class ResBlock(nn.Module):
         return x_XD + F.silu(self.linear(x_XD))
 
 
-class Head(Stepwise):
+class Head(Fan):
     """The trainable heads."""
 
     config: Config
 
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
-        width, own = spec.hidden_size, config.lm_head == "own"
+        width = spec.hidden_size
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResBlock(width, config.bias) for _ in range(config.blocks))) for _ in range(config.steps)
         )
-        self.lm_heads = nn.ModuleList(SharedOrOwn(own, width, vocab) for _ in range(config.steps if own else 1))
-        self.deepest = config.steps
         self.live_TD: Tensor | None = None  # the adapted target's states of the batch at hand
         self.everything: Tensor
         self.register_buffer("everything", torch.arange(spec.vocab_size), persistent=False)
@@ -102,24 +100,6 @@ class Head(Stepwise):
     def rate_of(self, name: str) -> float:
         """The adapter learns more slowly than the heads."""
         return self.config.adapter.rate if self.config.adapter and name.startswith("adapter.") else 1.0
-
-    def initialise(self, target: Target) -> None:
-        """Every lm_head starts as the target's."""
-        for lm_head in self.projectors():
-            lm_head.initialise(target, self.ids_W)
-
-    def projectors(self) -> list[SharedOrOwn]:
-        """One lm_head per step, or one for all."""
-        return list(self.lm_heads)  # type: ignore[arg-type]
-
-    def projections(self, target: Target) -> list[Tensor]:
-        """One lm_head per step, or the target's for all."""
-        return [lm_head.rows(target, self.ids_W) for lm_head in self.projectors()]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return next(self.heads.parameters()).dtype
 
     def loss(self, batch: FeatureBatch, target: Target) -> HeadLoss:
         """Medusa-1: the heads' loss. Medusa-2: first the same, then λ times that, of the adapted target's states, beside the
