@@ -415,7 +415,7 @@ def warm_start(head: DraftHead, folder: Path) -> str:
         )
     return (
         f"warm start from {folder}: {len(taken)} of {len(taken) + len(left)} tensors"
-        + (f" (new: {', '.join(left)})" if left else "")
+        + (f" (new: {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''})" if left else "")
         + f"; {len(here)} of {len(head.vocab)} draft tokens were known to it"
     )
 
