@@ -26,6 +26,7 @@ from headwright.heads import get_head
 from headwright.heads.draft_tree import Tree, TreeShape
 
 FORMAT = "headwright.head/1"
+SHOWN = 12  # names of tensors that a warm start left as they were
 
 
 @dataclass
@@ -415,7 +416,11 @@ def warm_start(head: DraftHead, folder: Path) -> str:
         )
     return (
         f"warm start from {folder}: {len(taken)} of {len(taken) + len(left)} tensors"
-        + (f" (new: {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''})" if left else "")
+        + (
+            f" (new: {', '.join(left[:SHOWN])}{f' and {len(left) - SHOWN} more' if len(left) > SHOWN else ''})"
+            if left
+            else ""
+        )
         + f"; {len(here)} of {len(head.vocab)} draft tokens were known to it"
     )
 
