@@ -199,12 +199,10 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def all_sides(base: RunConfig, heads: Sequence[Contender], shared: Target) -> list[Side]:
     """Plain decoding of every target, each head in each shape that it reaches, and drafters without training."""
-    sides = [Side("plain", TreeShape.chain(1), PLAIN, shared, shared.taps)]
+    sides = [Side("plain", PLAIN, None, shared, shared.taps)]
     for contender in heads:
         if contender.target is not shared:
-            sides.append(
-                Side(f"plain, {contender.name}", TreeShape.chain(1), PLAIN, contender.target, contender.head.taps)
-            )
+            sides.append(Side(f"plain, {contender.name}", PLAIN, None, contender.target, contender.head.taps))
         for name in SHAPES:
             shape = TreeShape.parse(name)
             if contender.head.deepest is None or shape.depth <= contender.head.deepest:
@@ -231,14 +229,14 @@ COLUMNS = (
 
 def rows_of(sides: Sequence[Side], results: dict[str, dict[str, Any]]) -> Any:
     """One row for each side."""
-    plain = {side.name: side for side in sides if side.drafter is PLAIN}
+    plain = {side.name: side for side in sides if side.drafter is None}
     for side in sides:
         own = plain.get(f"plain, {side.name}", plain["plain"])
         found, depth = results.get(side.name, {}), side.shape.depth
         chain = side.shape.kind == "chain" and f"tau_{depth}" in found
         interval = found.get(f"ci_{depth}", [0, 0])
         same = sum(a.tokens == b.tokens for a, b in zip(side.runs, own.runs))
-        is_plain = side.drafter is PLAIN
+        is_plain = side.drafter is None
         yield [
             side.name,
             "" if is_plain else side.shape.name,
