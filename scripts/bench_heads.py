@@ -45,12 +45,19 @@ from headwright.train.optim import make_optimizer
 from headwright.train.run import make_stream, train
 from headwright.train.track import Meter
 
+JOINT = [  # Medusa-2 goes on where Medusa-1 ended, with the target from the first step
+    "train.warm_start=runs/{features}-medusa-1/head",
+    "head.adapter.joint_from=0.0",
+    "head.adapter.ramp=constant",
+    "head.adapter.rate=1.0",
+    "train.lr=2e-4",
+]
 KINDS = {  # name in the table: config, overrides
     "EAGLE-1": ("smollm2-eagle1", []),
     "EAGLE-3": ("smollm2-eagle3", []),
     "EAGLE-3.1": ("smollm2-eagle3", ["head.norm_output=true"]),
     "Medusa-1": ("smollm2-medusa", ["head.steps=5"]),
-    "Medusa-2": ("smollm2-medusa2", ["head.steps=5"]),
+    "Medusa-2": ("smollm2-medusa2", ["head.steps=5", *JOINT]),
     "Hydra": ("smollm2-hydra", ["head.steps=5"]),
     "MTP, recursive": ("smollm2-mtp", []),
     "draft model": ("smollm2-draft-model", []),
@@ -69,6 +76,7 @@ def cpu_seconds() -> float:
 def run_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """The run of a kind, on the shared features."""
     config, overrides = KINDS[name]
+    overrides = [override.format(features=arguments.features) for override in overrides]
     run = load_run(f"configs/{config}.yaml", [*overrides, *arguments.overrides])
     label = name.lower().replace(",", "").replace(" ", "-").replace(".", "")
     return replace(run, name=f"{arguments.features}-{label}", features=arguments.features)
