@@ -8,6 +8,7 @@ after the final norm, the lm_head's direct input. `Target.check` proves both aga
 """
 
 import contextlib
+import importlib.util
 import inspect
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -222,6 +223,8 @@ class Target:
     def load(cls, config: TargetConfig, taps: Taps = (0,), device: str | torch.device = "cpu") -> "Target":
         """The model that `config` names, on `device`, its contract checked. Raises UserError if it cannot be had."""
         device = torch.device(device)
+        if config.quantize == "nf4":
+            refuse_four_bits(device)
         where = locate(config.model)
         dtype = choose_dtype(config.dtype, device)
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
@@ -230,12 +233,14 @@ class Target:
             stored = transformers.AutoConfig.from_pretrained(where, **options).get_text_config().dtype
             if config.device_map:
                 options["device_map"] = config.device_map
+            if config.quantize == "nf4":
+                options |= four_bits(device)
             model, loaded = load_model(where, dtype, options)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UserError(f"target.model {config.model}: cannot be loaded: {reason(error)}") from None
         if loaded["missing_keys"]:  # transformers fills them with noise and only warns
             raise UserError(f"target.model {config.model}: weights are missing: {sorted(loaded['missing_keys'])[:3]}")
-        model = model if config.device_map else model.to(device)
+        model = model if config.device_map or config.quantize != "none" else model.to(device)
         target = cls(model, tokenizer, config.model, taps, config.revision, stored)
         target.source = where
         return target
@@ -549,6 +554,22 @@ def load_model(where: str, dtype: torch.dtype | str, options: dict[str, Any]) ->
     ):
         kind = transformers.AutoModelForImageTextToText
     return kind.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+
+
+def refuse_four_bits(device: torch.device) -> None:
+    """Where 4-bit weights cannot be had."""
+    if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "target.quantize nf4: needs a CUDA GPU and bitsandbytes (pip install bitsandbytes): set target.quantize=none"
+        )
+
+
+def four_bits(device: torch.device) -> dict[str, Any]:
+    """How transformers loads weights in NF4 (QLoRA, arXiv 2305.14314), computing in bfloat16."""
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:

@@ -381,3 +381,9 @@ def test_nothing_is_left_behind():
     assert target.text._attn_implementation == before
     reference = hugging_face(target, random_ids(1, 4)).logits
     close(target.logits(target.features(random_ids(1, 4)).last_BND), reference)
+
+
+def test_four_bits_need_a_gpu_and_a_library(tmp_path):
+    """Said before anything is loaded."""
+    with pytest.raises(UserError, match=r"needs a CUDA GPU and bitsandbytes"):
+        Target.load(TargetConfig(str(tmp_path / "nowhere"), quantize="nf4"))
