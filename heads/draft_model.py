@@ -34,6 +34,7 @@ from headwright.data.vocab import DraftVocab
 from headwright.heads.base import Case, Context, Drafts, Export, Tables
 from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.model_drafter import ModelDrafter, check_same_tokens
+from headwright.heads.plain import Chain
 from headwright.heads.stepwise import Stepwise, StepwiseConfig
 
 
@@ -160,14 +161,10 @@ class PlainModel:
     @torch.inference_mode()
     def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """`count` greedy tokens after the last of the case's."""
-        tokens, scores = list(case.following), [0.0]
-        start = len(tokens)
+        chain = Chain(case)
         for _ in range(count):
-            logits_W = self.model(torch.tensor([tokens])).logits[0, -1, self.ids_W]
-            best = int(logits_W.argmax())
-            scores.append(scores[-1] + float(logits_W.log_softmax(-1)[best]))
-            tokens.append(int(self.ids_W[best]))
-        return Drafts(tokens[start:], scores[1:])
+            chain.take(self.model(torch.tensor([chain.tokens])).logits[0, -1, self.ids_W], self.ids_W)
+        return chain.drafts()
 
 
 def launch_lines(target: str, folder: Path, dtype: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwright.configs import UserError
 from headwright.heads.base import Case, Drafts, Export, Tables
 from headwright.heads.engine_tables import Shapes, layer_shapes, llama_keys
-from headwright.heads.plain import PlainLlama
+from headwright.heads.plain import Chain, PlainLlama
 
 if TYPE_CHECKING:
     from headwright.heads.eagle1 import Head
@@ -54,17 +54,14 @@ class PlainEagle1(PlainLlama):
 
     def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """`count` greedy tokens after the last of the case's, by full recomputation."""
-        feature, tokens, scores = case.last_TD, list(case.following), [0.0]
+        feature, chain = case.last_TD, Chain(case)
         for _ in range(count):
-            pair = torch.cat([tables.embedding_VD[torch.tensor(tokens)], feature], -1)
+            pair = torch.cat([tables.embedding_VD[torch.tensor(chain.tokens)], feature], -1)
             stream = self.linear(pair, "fc")
             hidden = self.layer("layers.0", stream, stream)
-            logits = tables.lm_head_VD[self.ids_W] @ hidden[-1]
-            best = int(logits.argmax())
-            scores.append(scores[-1] + float(logits.log_softmax(-1)[best]))
-            tokens.append(int(self.ids_W[best]))
+            chain.take(tables.lm_head_VD[self.ids_W] @ hidden[-1], self.ids_W)
             feature = torch.cat([feature, hidden[-1:]])
-        return Drafts(tokens[len(case.following) :], scores[1:])
+        return chain.drafts()
 
 
 def launch_lines(engine: str) -> Callable[[str, Path, str], str]:

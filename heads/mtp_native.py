@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headwright.configs import UserError, reason
 from headwright.heads.base import Case, Drafts, Export, Tables
+from headwright.heads.plain import Chain
 
 if TYPE_CHECKING:
     from headwright.heads.mtp import Head
@@ -303,15 +304,11 @@ class NativeReader:
     @torch.inference_mode()
     def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """`count` greedy tokens after the last of the case's."""
-        tokens, scores, ids_W = list(case.following), [0.0], self.head.vocab.ids_W
-        start = len(tokens)
+        chain, ids_W = Chain(case), self.head.vocab.ids_W
         for number in range(count):
-            state_D = self.last_state(tables, case, tokens, number)
-            logits_W = state_D @ tables.lm_head_VD[ids_W].T
-            best = int(logits_W.argmax())
-            scores.append(scores[-1] + float(logits_W.log_softmax(-1)[best]))
-            tokens.append(int(ids_W[best]))
-        return Drafts(tokens[start:], scores[1:])
+            state_D = self.last_state(tables, case, chain.tokens, number)
+            chain.take(state_D @ tables.lm_head_VD[ids_W].T, ids_W)
+        return chain.drafts()
 
     def last_state(self, tables: Tables, case: Case, tokens: list[int], number: int) -> Tensor:
         """What the lm_head reads for draft `number`."""

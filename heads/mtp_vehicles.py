@@ -18,7 +18,7 @@ from headwright.heads.base import Case, Drafts, Export, Tables
 from headwright.heads.engine_tables import Shapes, layer_shapes, llama_keys
 from headwright.heads.layers import Sizes
 from headwright.heads.mtp_native import ERNIE, MIMO, PARTS, Family, theirs
-from headwright.heads.plain import PlainLlama
+from headwright.heads.plain import Chain, PlainLlama
 
 if TYPE_CHECKING:
     from headwright.heads.mtp import Head
@@ -120,15 +120,12 @@ class PlainMtp(PlainLlama):
 
     def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """`count` greedy tokens after the last of the case's, by full recomputation."""
-        feature, tokens, scores = case.last_TD, list(case.following), [0.0]
+        feature, chain = case.last_TD, Chain(case)
         for _ in range(count):
-            state = self.module(tables.embedding_VD[torch.tensor(tokens)], feature)[-1]
-            logits = tables.lm_head_VD[self.ids_W] @ state
-            best = int(logits.argmax())
-            scores.append(scores[-1] + float(logits.log_softmax(-1)[best]))
-            tokens.append(int(self.ids_W[best]))
+            state = self.module(tables.embedding_VD[torch.tensor(chain.tokens)], feature)[-1]
+            chain.take(tables.lm_head_VD[self.ids_W] @ state, self.ids_W)
             feature = torch.cat([feature, state[None]])
-        return Drafts(tokens[len(case.following) :], scores[1:])
+        return chain.drafts()
 
     def module(self, embedding_TD: Tensor, feature_TD: Tensor) -> Tensor:
         """The module over a whole text: what the lm_head reads, and the next step."""

@@ -14,6 +14,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headwright.heads.base import Case, Drafts
+
+
+class Chain:
+    """Greedy drafts after a case's tokens, as a reader makes them one by one."""
+
+    def __init__(self, case: Case):
+        self.tokens, self.scores, self.start = list(case.following), [0.0], len(case.following)
+
+    def take(self, logits_W: Tensor, ids_W: Tensor) -> None:
+        """The most likely token."""
+        best = int(logits_W.argmax())
+        self.scores.append(self.scores[-1] + float(logits_W.log_softmax(-1)[best]))
+        self.tokens.append(int(ids_W[best]))
+
+    def drafts(self) -> Drafts:
+        """All of them."""
+        return Drafts(self.tokens[self.start :], self.scores[1:])
+
 
 class PlainLlama:
     """The tensors and the config of a directory."""
