@@ -643,6 +643,26 @@ def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None, store
     )
 
 
+def read_facts(config: TargetConfig) -> tuple[TargetSpec, str]:
+    """The facts of a model that is not loaded, and the name of its embedding's weight. The fingerprint is empty.
+
+    Raises UserError if its config cannot be had.
+    """
+    where, trusted = locate(config.model), {"trust_remote_code": config.trust_remote_code, "revision": config.revision}
+    tokenizer = load_tokenizer(config)
+    try:
+        described = transformers.AutoConfig.from_pretrained(where, **trusted).get_text_config()
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                described, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {config.model}: its config cannot be read: {reason(error)}") from None
+    embedding = model.get_input_embeddings().weight
+    name = next(name for name, weight in model.named_parameters() if weight is embedding)
+    return read_spec(model, tokenizer, config.model, config.revision, described.dtype or torch.float32), name
+
+
 def read_rope(text: Any) -> dict[str, Any]:
     """The rotary parameters; where layer types have their own, those of full attention."""
     rope = dict(getattr(text, "rope_parameters", None) or {})
@@ -670,6 +690,8 @@ def weight_fingerprint(model: nn.Module) -> str:
     """
     state = xxhash.xxh64()
     for name, weight in model.named_parameters():
+        if weight.is_meta:
+            return ""
         flat = weight.detach().flatten()
         probe = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
         state.update(f"{name}{tuple(weight.shape)}".encode())

@@ -29,6 +29,7 @@ from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, write_json
 from headwright.data.target import Target
 from headwright.eval.baselines import others
+from headwright.eval.clock import device_name
 from headwright.eval.decode import Generation, Settings, decode_plain, generate_one
 from headwright.eval.drafters import HostDrafter
 from headwright.eval.metrics import (
@@ -43,9 +44,10 @@ from headwright.eval.metrics import (
 from headwright.eval.model_drafter import ModelDrafter
 from headwright.eval.prompts import Prompt, held_out_prompts
 from headwright.eval.report import write_html
-from headwright.heads.base import Drafter, DraftHead, load_head
+from headwright.heads.base import Drafter, DraftHead
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.losses import kl
+from headwright.heads.saved import load_head
 
 SHIFT_DOCUMENTS = 24  # on which the change of an adapted target is measured
 SECTIONS = ("eval",)
@@ -390,18 +392,6 @@ def stack(target: Target) -> str:
     )
     threads = f"{torch.get_num_threads()} threads"
     return f"{device_name(target.device)}, {threads}, {dtype}; {libraries}; Python {platform.python_version()}"
-
-
-def device_name(device: torch.device) -> str:
-    """What the numbers were measured on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()  # noqa: SIM115
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def show(report: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ for piece in speculator.stream([{"role": "user", "content": "And at night?"}], t
     print(piece.text, end="")
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from headwright.data.target import Target
 from headwright.eval.decode import PLAIN, Decoder, Generation, Settings, generate
 from headwright.eval.fallback import Fallback
 from headwright.eval.text import Holder, Part, Printer, Stops
-from headwright.heads.base import Drafter, DraftHead, load_head
+from headwright.heads.base import Drafter, DraftHead
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head, taps_of
 
+USUAL_LAYERS = 32  # of a target that is not loaded yet
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -76,7 +78,8 @@ class Speculator:
 
     Args:
         target: a model's name or directory, a loaded (model, tokenizer), or a `Target`.
-        head: the directory of a trained head (`runs/<name>/head`), a drafter, or None for plain decoding.
+        head: the directory of a trained head (`runs/<name>/head`), or one that engines load (an export of ours or a head of
+            others), a drafter, or None for plain decoding.
         shape: chain-K, tree-DEPTHxTOP_K-NODES, eagle-1, a JSON file of rank paths, or a `TreeShape`.
         device: default: the GPU, if there is one.
     """
@@ -188,31 +191,15 @@ def open_target(target: Any, folder: Path | None, head: DraftHead | None, device
     """The target with the taps that the head was trained on."""
     if isinstance(target, Target):
         return target
-    taps: Any = [] if head is None else list(head.taps)
+    taps: Any = [0] if head is None else list(head.taps)
     if folder is not None:
-        taps = taps_of(folder)
+        taps_of(folder, USUAL_LAYERS)  # a head that cannot be read is told before a model is loaded
+        taps = partial(taps_of, folder)
     if isinstance(target, tuple):
         model, tokenizer = target
-        return Target(model, tokenizer, model.name_or_path or type(model).__name__, taps or [0])
+        return Target(model, tokenizer, model.name_or_path or type(model).__name__, taps)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Target.load(TargetConfig(model=str(target)), taps or [0], device)
-
-
-def described(folder: Path) -> dict[str, Any]:
-    """A head's head.json. Raises UserError."""
-    path = folder / "head.json"
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder}: no head there ({path.name}: {error}): give the directory that training wrote"
-        ) from None
-    return raw
-
-
-def taps_of(folder: Path) -> list[int]:
-    """The taps that a head reads. Raises UserError."""
-    return list(described(folder).get("taps", []))
+    return Target.load(TargetConfig(model=str(target)), taps, device)
 
 
 def speculate(

@@ -84,11 +84,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def chat(args: argparse.Namespace, console: Console) -> None:
     """The conversation."""
-    from headwright.eval.api import Speculator, described  # torch comes after --help
+    from headwright.eval.api import Speculator  # torch comes after --help
+    from headwright.heads.saved import is_foreign, target_of
 
     folder = Path(args.head)
-    folder = folder if (folder / "head.json").is_file() else folder / "head"
-    target = args.target or described(folder)["target"]["name"]
+    folder = folder if (folder / "head.json").is_file() or is_foreign(folder) else folder / "head"
+    target = args.target or target_of(folder)
     speculator = Speculator(target, folder, args.shape)
     drafting, plain = speculator, Speculator(speculator.target, None)
     start = [{"role": "system", "content": args.system}] if args.system else []

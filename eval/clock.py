@@ -1,5 +1,7 @@
 """Where the time of decoding goes: phases that cut the wall time into pieces, one after the other."""
 
+import os
+import platform
 import time
 
 import torch
@@ -52,3 +54,15 @@ def between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -
         return after - before
     assert isinstance(before, torch.cuda.Event)
     return before.elapsed_time(after) / 1000  # type: ignore[arg-type]
+
+
+def device_name(device: torch.device) -> str:
+    """What the numbers were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()  # noqa: SIM115
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"

@@ -25,6 +25,7 @@ from headwright.eval.decode import pass_nodes
 from headwright.eval.rollout_tau import Cycles, cycles_of
 from headwright.heads.base import Context, DraftHead, together
 from headwright.heads.draft_tree import RankPath, Tree, TreeShape, best_paths, most_nodes, outline
+from headwright.heads.serve import between
 
 NEVER = 10**9  # the rank of what is not among the candidates
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)
@@ -57,16 +58,6 @@ def widths_of(shape: TreeShape) -> list[int]:
     if shape.kind == "dynamic":
         return [shape.top_k] * (shape.depth - 1)
     return [len(level.expanded) for level in outline(shape.paths).levels[1:]]
-
-
-def between(measured: dict[int, float], place: int) -> float:
-    """Linear interpolation; beyond the ends the last two points go on."""
-    known = sorted(measured)
-    if place in measured or len(known) == 1:
-        return measured.get(place, measured[known[0]])
-    right = next((number for number, value in enumerate(known) if value > place), len(known) - 1)
-    low, high = known[max(right - 1, 0)], known[max(right, 1)]
-    return measured[low] + (measured[high] - measured[low]) * (place - low) / (high - low)
 
 
 @dataclass

@@ -17,8 +17,9 @@ from headwright.configs.console import say, table
 from headwright.data.batch import DocumentFeatures
 from headwright.data.generate import read_documents
 from headwright.data.harvest import check_offline, open_store
-from headwright.data.store import FeatureReader, write_json, write_text
+from headwright.data.store import FeatureReader, checksum, write_json, write_text
 from headwright.data.target import Target
+from headwright.eval.clock import device_name
 from headwright.eval.decode import Generation, decode_plain, speculate
 from headwright.eval.metrics import acceptance_length
 from headwright.eval.shape import (
@@ -34,8 +35,9 @@ from headwright.eval.shape import (
     sparse_shape,
     static_cycles,
 )
-from headwright.heads.base import DraftHead, load_head
+from headwright.heads.base import DraftHead
 from headwright.heads.draft_tree import TreeShape, most_nodes
+from headwright.heads.saved import load_head
 
 SECTIONS = ("tune",)
 ABOUT = "Measure what a target pass and a draft cost here, compute τ of every shape, and try the best ones."
@@ -77,7 +79,7 @@ def tune(run: RunConfig, dry_run: bool = False) -> None:
     predictions = sorted(every_shape(run, head, target, documents, costs), key=lambda found: -found.speedup)
     show_costs(costs)
     trials = try_best(run, head, target, documents, different(predictions, run.tune.real_runs))
-    write(run, costs, predictions, trials)
+    write(run, costs, predictions, trials, target.device)
     show(run, costs, predictions, trials)
 
 
@@ -208,7 +210,9 @@ def described(shape: TreeShape) -> dict[str, Any]:
     return {"name": shape.name, "kind": shape.kind, "depth": shape.depth, "top_k": shape.top_k, "nodes": shape.nodes}
 
 
-def write(run: RunConfig, costs: Costs, predictions: Sequence[Prediction], trials: Sequence[Trial]) -> None:
+def write(
+    run: RunConfig, costs: Costs, predictions: Sequence[Prediction], trials: Sequence[Trial], device: torch.device
+) -> None:
     """tune.json, and tree.json for the best static tree."""
     rows = [
         described(found.shape)
@@ -234,7 +238,15 @@ def write(run: RunConfig, costs: Costs, predictions: Sequence[Prediction], trial
     ]
     best = max(trials, key=lambda trial: trial.speedup)
     even = best.cycle_ms / best.plain_ms
-    report = {"schema": SCHEMA, "costs_ms": asdict(costs), "predictions": rows, "trials": real, "break_even_tau": even}
+    report = {
+        "schema": SCHEMA,
+        "head": checksum(run.directory / "head" / "model.safetensors"),
+        "device": device_name(device),
+        "costs_ms": asdict(costs),
+        "predictions": rows,
+        "trials": real,
+        "break_even_tau": even,
+    }
     write_json(run.directory / "tune.json", json.loads(json.dumps(report)))
     static = next((found.shape for found in predictions if found.shape.kind == "static"), None)
     if static is not None:

@@ -1,32 +1,24 @@
-"""What every head is: three methods, a Config, and how it is saved.
+"""What every head is: three methods and a Config. How it is saved: saved.py.
 
 Shapes: B rows, M new rows of context, K taps, D target width, V target vocabulary, W draft vocabulary.
 """
 
 import copy
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headwright.configs import UserError
-from headwright.configs.load import build
 from headwright.data.batch import FeatureBatch, to_device
 from headwright.data.sampling import Policy
-from headwright.data.store import replace_with, save_tensors, write_json
 from headwright.data.target import Target, TargetSpec
 from headwright.data.vocab import DraftVocab
 from headwright.heads import get_head
+from headwright.heads.contract import Contract
 from headwright.heads.draft_tree import Tree, TreeShape
-
-FORMAT = "headwright.head/1"
-SHOWN = 12  # names of tensors that a warm start left as they were
 
 
 @dataclass
@@ -89,22 +81,39 @@ class PlainReader(Protocol):
 
 @dataclass
 class Export:
-    """An engine's directory: tensors and config.json, the shape that the format gives every tensor, what reads it back, and the
-    launch lines for a target, a directory and a dtype. into: a checkpoint whose copy takes the tensors in.
-    shares: whether engines share the target's embedding with it.
-    from_target: tensors that are rows of the target's lm_head, by their token ids.
-    warnings: what a user should know before serving.
+    """An engine's directory: tensors and config.json, the shape that the format gives every tensor, and what reads it back.
+
+    contracts: the engines' tables that it must satisfy; of those named in `strict` an error ends the export, of others it is
+    noted in SERVE.md. launch: launch lines for a target, a directory and a dtype, where no table has them. into: a
+    checkpoint whose copy takes the tensors in. shares: whether engines share the target's embedding with it.
+    from_target: tensors that are rows of the target's lm_head, by their token ids; where such a tensor is also in
+    `tensors`, that one gives the rows of `own_rows`. beside: writes further files. warnings: what a user should know
+    before serving.
     """
 
     tensors: dict[str, Tensor]
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     reader: Callable[[Path], PlainReader]
-    launch: Callable[[str, Path, str], str]
+    contracts: tuple[Contract, ...] = ()
+    strict: tuple[str, ...] | None = None
+    launch: Callable[[str, Path, str], str] | None = None
     into: Path | None = None
     shares: bool = True
     from_target: dict[str, Tensor] = field(default_factory=dict)
+    own_rows: Tensor | None = None
+    beside: Callable[[Path], None] | None = None
     warnings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Adopted:
+    """A head of ours made of a directory: its options, its tensors, the taps that it reads and the tokens that it can say."""
+
+    options: dict[str, Any]
+    tensors: dict[str, Tensor]
+    taps: tuple[int, ...]
+    ids_W: Tensor
 
 
 @dataclass
@@ -318,128 +327,3 @@ class DraftHead(nn.Module):
 def make_head(config: Any, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab) -> DraftHead:
     """A new head of the kind that its config names."""
     return get_head(config.kind).Head(config, spec, taps, vocab)
-
-
-def save_head(head: DraftHead, folder: Path) -> None:
-    """head.json and model.safetensors, each by atomic rename."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
-    tensors["vocab.ids"] = head.vocab.ids_W.cpu()
-    replace_with(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": FORMAT}))
-    described = {
-        "format": FORMAT,
-        "head": asdict(head.config),
-        "target": asdict(head.spec),
-        "taps": list(head.taps),
-    }
-    write_json(folder / "head.json", described)
-    head.save_beside(folder)
-
-
-def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | None = None) -> DraftHead:
-    """A saved head, on the target's device and in `dtype` (default: the target's).
-
-    Raises UserError where something is missing, broken, or of another target.
-    """
-    saved = read_head(folder)
-    if target is not None:
-        refuse_other_target(saved.spec, saved.taps, target, folder)
-    head = make_head(saved.config, saved.spec, saved.taps, saved.vocab)
-    if target is not None:
-        head.attach(target)
-        head = head.to(target.device, dtype or target.dtype)
-    try:
-        head.load_state_dict(saved.tensors)
-    except RuntimeError as error:
-        raise UserError(f"{folder}: weights and head.json do not fit together: {error}") from None
-    return head
-
-
-@dataclass
-class Saved:
-    """What lies in a head's directory."""
-
-    config: Any
-    spec: TargetSpec
-    taps: tuple[int, ...]
-    vocab: DraftVocab
-    tensors: dict[str, Tensor]
-
-
-def read_head(folder: Path) -> Saved:
-    """A head's directory, or UserError."""
-    path = folder / "head.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no head there (head.json is missing): train first")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-    except (ValueError, OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: the head cannot be read: {error}") from None
-    if raw.get("format") != FORMAT:
-        raise UserError(f"{path}: format {raw.get('format')!r}, this version reads {FORMAT}")
-    spec = TargetSpec(**raw["target"] | {"eos_token_ids": tuple(raw["target"]["eos_token_ids"])})
-    config = build(get_head(raw["head"]["kind"]).Config, raw["head"], str(path))
-    vocab = DraftVocab(tensors.pop("vocab.ids"), spec.vocab_size)
-    return Saved(config, spec, tuple(raw["taps"]), vocab, tensors)
-
-
-@torch.no_grad()
-def warm_start(head: DraftHead, folder: Path) -> str:
-    """Take over what fits of another head's weights: equal names and shapes, and rows of the draft vocabulary token by token.
-
-    Returns what was taken. Raises UserError where nothing fits, or the other head's target has other tokens or another width.
-    """
-    saved = read_head(folder)
-    if (saved.spec.hidden_size, saved.spec.vocab_size) != (head.spec.hidden_size, head.spec.vocab_size):
-        raise UserError(
-            f"train.warm_start {folder}: a head for {saved.spec.name} (width {saved.spec.hidden_size}, {saved.spec.vocab_size} "
-            f"tokens), not for {head.spec.name} ({head.spec.hidden_size}, {head.spec.vocab_size})"
-        )
-    here, there = matching_rows(head.vocab.ids_W, saved.vocab.ids_W)
-    taken, left, sizes = [], [], (len(head.vocab), len(saved.vocab))
-    for name, own in head.state_dict().items():
-        theirs = saved.tensors.get(name)
-        if theirs is None:
-            left.append(name)
-        elif "lm_head" in name and own.shape[1:] == theirs.shape[1:] and (len(own), len(theirs)) == sizes:
-            own[here.to(own.device)] = theirs[there].to(own)
-            taken.append(name)
-        elif own.shape == theirs.shape:
-            own.copy_(theirs)
-            taken.append(name)
-        else:
-            left.append(name)
-    if not taken:
-        raise UserError(
-            f"train.warm_start {folder}: no tensor of that {saved.config.kind} head fits this {head.config.kind} head"
-        )
-    return (
-        f"warm start from {folder}: {len(taken)} of {len(taken) + len(left)} tensors"
-        + (
-            f" (new: {', '.join(left[:SHOWN])}{f' and {len(left) - SHOWN} more' if len(left) > SHOWN else ''})"
-            if left
-            else ""
-        )
-        + f"; {len(here)} of {len(head.vocab)} draft tokens were known to it"
-    )
-
-
-def matching_rows(ours_W: Tensor, theirs_W: Tensor) -> tuple[Tensor, Tensor]:
-    """Places (here, there) of the tokens that two draft vocabularies share. Both ascend."""
-    ours_W, theirs_W = ours_W.cpu(), theirs_W.cpu()
-    place_W = torch.searchsorted(theirs_W, ours_W).clamp_max(len(theirs_W) - 1)
-    here = torch.nonzero(theirs_W[place_W] == ours_W)[:, 0]
-    return here, place_W[here]
-
-
-def refuse_other_target(spec: TargetSpec, taps: tuple[int, ...], target: Target, folder: Path) -> None:
-    """A head serves the target that it was trained for, with the states that it was trained on."""
-    if spec.fingerprint != target.spec.fingerprint:
-        raise UserError(
-            f"{folder}: a head for {spec.name} ({spec.fingerprint}), not for {target.spec.name} ({target.spec.fingerprint})"
-        )
-    if taps != target.taps:
-        raise UserError(
-            f"{folder}: trained on taps {list(taps)}, the target gives {list(target.taps)}: set head.taps or harvest.taps"
-        )

@@ -149,7 +149,9 @@ class Head(Stepwise):
         }
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         config, vocab = dict(self.config.described), self.vocab
-        return Export(tensors, config, shapes, lambda folder: PlainModel(folder, vocab), launch_lines, shares=False)
+        return Export(
+            tensors, config, shapes, lambda folder: PlainModel(folder, vocab), launch=launch_lines, shares=False
+        )
 
 
 class PlainModel:

@@ -11,7 +11,7 @@ Shapes: C context rows, P computed rows, R positions of the target, K taps, D ta
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import xxhash
@@ -54,6 +54,9 @@ class Config(StepwiseConfig):
     detach: Annotated[bool, "a step does not teach the steps before it (HASS)"] = False
     fc_bias: Annotated[bool, "a bias in fc: SGLang reads one, vLLM none"] = False
     intermediate_size: Annotated[int | None, "width of the MLP; default: the target's", Gt(0)] = None
+    layout: Annotated[dict[str, Any], "filled in by imports: what a head has unlike its target's layers"] = field(
+        default_factory=dict
+    )
     out_of_vocab: Annotated[
         Literal["drop", "renormalise"],
         "token losses where the target's first choice is outside the draft vocabulary; drop: no regression there either",
@@ -71,7 +74,7 @@ class Head(Recurrent):
 
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
-        sizes = Sizes.of(spec, inner=config.intermediate_size)
+        sizes = Sizes.of(spec, inner=config.intermediate_size, layout=config.layout)
         self.sizes = sizes
         self.fc = nn.Linear(2 * sizes.width, sizes.width, bias=config.fc_bias)
         self.layers = nn.ModuleList([Block(sizes, input_norm=False)])

@@ -8,8 +8,8 @@ change that; heads/eagle3_export.py knows which engine serves which.
 Shapes: B rows, M new rows, T packed tokens, K taps, D target width, H head width, V target vocabulary, W draft vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -51,6 +51,12 @@ class Config(StepwiseConfig):
         int | None, "width of the head, which then has its own embeddings; default: the target's", Gt(0)
     ] = None
     intermediate_size: Annotated[int | None, "width of the MLP; default: the target's", Gt(0)] = None
+    embeddings: Annotated[
+        Literal["shared", "own"], "own: trained with the head, and written into its exports; shared: the target's"
+    ] = "shared"
+    layout: Annotated[dict[str, Any], "filled in by imports: what a head has unlike its target's layers"] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if self.taps != "auto" and (not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0):
@@ -110,7 +116,7 @@ class Head(Recurrent):
 
     def __init__(self, config: Config, spec: TargetSpec, taps: tuple[int, ...], vocab: DraftVocab):
         super().__init__(config, spec, taps, vocab)
-        sizes = Sizes.of(spec, config.hidden_size, config.intermediate_size, config.qk_norm)
+        sizes = Sizes.of(spec, config.hidden_size, config.intermediate_size, config.qk_norm, config.layout)
         self.sizes, self.window, self.deepest = sizes, config.window, config.window  # a draft sees all of itself
         self.fc = nn.Linear(len(taps) * spec.hidden_size, sizes.width, bias=False)
         if config.fc_norm:
@@ -122,7 +128,7 @@ class Head(Recurrent):
             self.layers = nn.ModuleList(Block(sizes) for _ in range(config.layers - 1))
         self.norm = RMSNorm(sizes.width, sizes.eps)
         self.lm_head = SharedOrOwn(config.lm_head == "own", sizes.width, vocab)
-        self.own_embedding = sizes.width != spec.hidden_size
+        self.own_embedding = sizes.width != spec.hidden_size or config.embeddings == "own"
         if self.own_embedding:
             self.embed_tokens = nn.Embedding(spec.vocab_size, sizes.width)
 
@@ -133,14 +139,17 @@ class Head(Recurrent):
 
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
-        """The lm_head starts from the target's rows of the draft vocabulary. Of another width, embeddings and lm_head start
-        from their main components.
+        """The lm_head starts from the target's rows of the draft vocabulary, embeddings of its own from the target's. Of
+        another width, both start from their main components.
         """
         self.lm_head.initialise(target, self.ids_W)
-        if self.own_embedding and self.lm_head.weight is not None:
-            self.embed_tokens.weight.copy_(
-                main_components(target.embed(torch.arange(self.spec.vocab_size)), self.sizes.width)
-            )
+        if not self.own_embedding:
+            return
+        rows_VD = target.embed(torch.arange(self.spec.vocab_size, device=target.device))
+        if self.sizes.width == self.spec.hidden_size:
+            self.embed_tokens.weight.copy_(rows_VD)
+        elif self.lm_head.weight is not None:
+            self.embed_tokens.weight.copy_(main_components(rows_VD, self.sizes.width))
             self.lm_head.weight.copy_(main_components(shared_rows(target, self.ids_W), self.sizes.width))
 
     def embed(self, target: Target, ids_X: Tensor) -> Tensor:

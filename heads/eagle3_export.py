@@ -1,34 +1,52 @@
-"""What engines load for an EAGLE-3 head, and which options each of them computes (vLLM 0.32, SGLang 0.5.23).
+"""EAGLE-3 heads as directories.
 
-portable: one directory for both. vllm: also what SGLang does not compute: residual after the norm, normed queries and keys, a
-sliding window.
+portable: one for vLLM, SGLang, TensorRT-LLM and, without the norms of 3.1, llama.cpp. vllm: also what SGLang does not compute:
+residual after the norm, normed queries and keys, a sliding window. speculators: the self-describing format that vLLM serves by
+the directory alone.
 """
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from headwright.configs import UserError
 from headwright.heads.base import Export
+from headwright.heads.eagle3_import import plain_of
 from headwright.heads.eagle3_plain import PlainEagle3
-from headwright.heads.engine_tables import layer_shapes, llama_keys
+from headwright.heads.eagle3_speculators import SPECULATORS, speculators_config
+from headwright.heads.eagle3_tables import CONTRACTS, read_config, shapes_of
+from headwright.heads.engine_tables import LLAMA_CPP, SGLANG, TENSORRT, VLLM, llama_keys
 
 if TYPE_CHECKING:
     from headwright.heads.eagle3 import Head
 
+ENGINES_OF = {"portable": (VLLM, SGLANG, TENSORRT, LLAMA_CPP), "vllm": (VLLM,), "speculators": (VLLM,)}
+
 
 def export_eagle3(head: "Head", engine: str) -> Export:
     """The directory of an engine. Raises UserError where it would compute something else."""
-    if engine not in ("portable", "vllm"):
-        raise UserError(f"export.engines {engine!r}: an EAGLE-3 head exports as: portable, vllm")
+    if engine not in ENGINES_OF:
+        raise UserError(f"export.engines {engine!r}: an EAGLE-3 head exports as: {', '.join(ENGINES_OF)}")
     refuse_unservable(head, engine)
-    config = portable_config(head)
-    export = Export(tensors_of(head), config, portable_shapes(config), PlainEagle3, launch_lines(engine))
-    return replace(export, warnings=newer_options(head), shares=not head.own_embedding)
+    config, tensors = head_config(head), tensors_of(head)
+    shapes = shapes_of(read_config(config))
+    export = Export(tensors, config, shapes, lambda folder: PlainEagle3(*plain_of(folder)))
+    if engine == "speculators":
+        served = ("lm_head.weight", head.vocab.ids_W) if shares_lm_head(head) else None
+        return replace(
+            export,
+            config=speculators_config(config, head.spec, head.spec.name, 3),
+            contracts=(SPECULATORS,),
+            warnings=newer_options(head),
+            shares=not head.own_embedding,
+            from_target=dict([served]) if served else {},
+            shapes=shapes | ({"lm_head.weight": (len(head.vocab), head.sizes.width)} if served else {}),
+        )
+    contracts = tuple(table for table in CONTRACTS if table.engine in ENGINES_OF[engine])
+    return replace(
+        export, contracts=contracts, warnings=newer_options(head), shares=not head.own_embedding, strict=(VLLM, SGLANG)
+    )
 
 
 def newer_options(head: "Head") -> list[str]:
@@ -94,7 +112,7 @@ def tensors_of(head: "Head") -> dict[str, Tensor]:
     return tensors
 
 
-def portable_config(head: "Head") -> dict[str, Any]:
+def head_config(head: "Head") -> dict[str, Any]:
     """config.json for both engines.
 
     vLLM numbers captured states by how many layers came before (our taps), SGLang by the layer whose output they are
@@ -118,64 +136,17 @@ def portable_config(head: "Head") -> dict[str, Any]:
         "fc_norm": options.fc_norm,
         "norm_output": options.norm_output,
     }
-    if head.own_embedding:
+    if head.sizes.width != spec.hidden_size:
         config["target_hidden_size"] = spec.hidden_size
     if options.qk_norm:
         config["num_aux_layers"] = len(taps)
     if options.window is not None:
-        config |= {"sliding_window": options.window, "layer_types": ["sliding_attention"] * options.layers}
+        # transformers drops a window that is not switched on, without a word
+        window = {"sliding_window": options.window, "use_sliding_window": True, "max_window_layers": 0}
+        config |= window | {"layer_types": ["sliding_attention"] * options.layers}
     return config
 
 
 def shares_lm_head(head: "Head") -> bool:
     """Whether an engine is to use the target's lm_head: only over the full vocabulary."""
     return head.config.lm_head == "shared" and head.vocab.full
-
-
-def portable_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the portable directory and its shape: no less, no more."""
-    H, V, D = config["hidden_size"], config["vocab_size"], config.get("target_hidden_size", config["hidden_size"])
-    W, taps = config["draft_vocab_size"], config["num_aux_hidden_states"]
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, taps * D), "norm.weight": (H,)}
-    for number in range(config["num_hidden_layers"]):
-        name = f"layers.{number}" if number else "midlayer"
-        shapes |= layer_shapes(config, name, H if number else 2 * H)
-        shapes |= {f"{name}.input_layernorm.weight": (H,), f"{name}.hidden_norm.weight": (H,)}
-        if config["model_type"] == "qwen3":
-            shapes |= {f"{name}.self_attn.{part}_norm.weight": (config["head_dim"],) for part in "qk"}
-    if W is not None:
-        shapes["lm_head.weight"] = (W, H)
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{k}.weight": (D,) for k in range(taps)}
-    if config["norm_before_fc"]:
-        shapes["input_norm.weight"] = (taps * D,)
-    if "target_hidden_size" in config:
-        shapes["embed_tokens.weight"] = (V, H)
-    if W not in (None, V):
-        shapes |= {"d2t": (W,), "t2d": (V,)}
-    return shapes
-
-
-def launch_lines(engine: str) -> Callable[[str, Path, str], str]:
-    """How the engines are started with this head."""
-
-    def lines(target: str, folder: Path, dtype: str) -> str:
-        speculative = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
-        vllm = f"""vLLM (0.32 or later; drafts chains):
-
-    vllm serve {target} --speculative-config '{speculative}'
-"""
-        sglang = f"""
-SGLang (0.5.23 or later; drafts trees when `--speculative-eagle-topk` is above 1):
-
-    python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm EAGLE3 \\
-      --speculative-draft-model-path {folder} \\
-      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
-"""
-        notes = """
-config.json says which norms this head has (`fc_norm`, `norm_before_fc`, `norm_output`: options of EAGLE-3.1). These versions
-read the keys; an engine that does not know them would serve such a head wrongly.
-"""
-        return vllm + (sglang if engine == "portable" else "") + notes
-
-    return lines

@@ -25,13 +25,18 @@ from headwright.data.harvest import check_offline, open_store
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, replace_with, save_tensors, write_json, write_text
 from headwright.data.target import Target, locate
-from headwright.heads.base import Case, Context, DraftHead, Drafts, Export, PlainReader, Tables, load_head
+from headwright.heads.base import Case, Context, DraftHead, Drafts, Export, PlainReader, Tables
+from headwright.heads.contract import Finding, check_map, serious
+from headwright.heads.directory import Directory
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.examine import examine_directory, fingerprint
+from headwright.heads.foreign import identify
+from headwright.heads.saved import load_head
+from headwright.heads.serve import drafted_tokens, launch_lines, recommended, serve_notes
 
 SECTIONS = ("export",)
 ABOUT = "Write the head as a directory that vLLM and SGLang load, read it back and compare drafts."
 DRAFTS = 5
-SHARED = "\nThe embedding is the target's own and is not in this directory; engines share it.\n"
 
 
 def check_tensors(export: Export) -> None:
@@ -50,26 +55,18 @@ def check_tensors(export: Export) -> None:
             raise UserError(f"export: {name} holds NaN or infinite values: the head is broken")
         if tensor.is_floating_point() and not name.endswith("bias") and not tensor.any():
             raise UserError(f"export: {name} is all zero: the head was not trained")
-    if "d2t" in export.tensors:
-        check_vocab(export)
+    for finding in check_maps(export):
+        raise UserError(f"export: {finding.where}: {finding.what}")
 
 
-def check_vocab(export: Export) -> None:
-    """d2t holds offsets, ascending and unique, and agrees with t2d."""
+def check_maps(export: Export) -> Iterator[Finding]:
+    """d2t and t2d, before anything is written."""
+    if "d2t" not in export.tensors:
+        return
     d2t, t2d = export.tensors["d2t"].cpu(), export.tensors["t2d"].cpu()
-    ids = torch.arange(len(d2t)) + d2t
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         raise UserError(f"export: d2t must be int64 and t2d bool, they are {d2t.dtype} and {t2d.dtype}")
-    if (
-        not (ids.diff() > 0).all()
-        or ids[0] < 0
-        or ids[-1] >= len(t2d)
-        or not t2d[ids].all()
-        or int(t2d.sum()) != len(ids)
-    ):
-        raise UserError(
-            "export: d2t and t2d disagree: target id = draft id + d2t[draft id] must be ascending and inside t2d"
-        )
+    yield from check_map("d2t", d2t, t2d, len(t2d))
 
 
 def export_run(run: RunConfig, dry_run: bool = False) -> None:
@@ -82,11 +79,11 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
     target = Target.load(run.target, reader.manifest.taps, "cpu")
     head = load_head(run.directory / "head", target, torch.float32).eval()
     cases = draft_cases(reader, target, run.export.prompts)
-    rows = []
+    measured, rows = measurements(run), []
     for engine in run.export.engines:
         folder = run.directory / "export" / engine
         dtype = written_dtype(run, head)
-        export = with_dtype(filled(head.export(engine), target), dtype)
+        export = with_dtype(filled(named(head.export(engine), run), target), dtype)
         for warning in export.warnings:
             say(f"warning: {warning}")
         with directory_in_the_making(folder) as scratch:
@@ -94,11 +91,10 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
                 write_directory(scratch, export)
             else:
                 stitch(scratch, export)
+            problems = examine(scratch, export, head)
             proof = read_back(export.reader(scratch), head, target, cases, dtype)
-            write_json(scratch / "headwright.json", provenance(run, head, proof))
-            target_name = run.export.name_or_path or locate(run.target.model)
-            launch = export.launch(target_name, folder.resolve(), export.config["dtype"])
-            write_text(scratch / "SERVE.md", serve_notes(run, launch, export.shares))
+            write_json(scratch / "headwright.json", provenance(head, export, proof, measured))
+            write_text(scratch / "SERVE.md", notes_for(run, folder.resolve(), export, problems, measured))
         rows.append(
             (
                 engine,
@@ -110,6 +106,48 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
         )
     table("exports", ("engine", "directory", "size", "dtype", "drafts read back equal"), rows)
     say(f"export took {duration(time.perf_counter() - started)}; launch lines: SERVE.md in each directory")
+
+
+def named(export: Export, run: RunConfig) -> Export:
+    """A format that names the target inside gets the name by which engines find it."""
+    inner = export.config.get("speculators_config")
+    if inner is not None:
+        inner["verifier"]["name_or_path"] = target_name(run)
+    return export
+
+
+def target_name(run: RunConfig) -> str:
+    """How engines find the target."""
+    return run.export.name_or_path or locate(run.target.model)
+
+
+def examine(folder: Path, export: Export, head: DraftHead) -> dict[str, list[Finding]]:
+    """The written directory by the engines' tables. Raises UserError where an engine that it is for would serve it wrongly; of
+    other engines the errors are returned.
+    """
+    if not export.contracts:
+        return {}
+    directory = Directory.open(folder)
+    found = examine_directory(directory, identify(directory), export.contracts, head.spec)
+    strict = [table.engine for table in export.contracts] if export.strict is None else export.strict
+    errors = {table.engine: serious(found[table.engine]) for table in export.contracts}
+    for engine in strict:
+        for finding in errors.get(engine, ()):
+            raise UserError(f"export: {finding.where}: {finding.what}: {finding.so}")
+    return errors
+
+
+def notes_for(
+    run: RunConfig, folder: Path, export: Export, problems: dict[str, list[Finding]], measured: dict[str, Any] | None
+) -> str:
+    """SERVE.md of a directory."""
+    advice = recommended({"measured": measured})
+    count = drafted_tokens(advice)
+    if export.launch is not None:
+        launch = export.launch(target_name(run), folder, export.config["dtype"])
+    else:
+        launch = launch_lines(export.contracts, problems, export.config, target_name(run), folder, count)
+    return serve_notes(run.target.model, launch, measured, advice, export.shares)
 
 
 @contextlib.contextmanager
@@ -135,6 +173,10 @@ def written_dtype(run: RunConfig, head: DraftHead) -> torch.dtype:
 def filled(export: Export, target: Target) -> Export:
     """With the target's own rows where the format wants them in the file."""
     rows = {name: target.lm_head.weight[ids] * target.logit_scale for name, ids in export.from_target.items()}
+    if export.own_rows is not None:
+        rows = {
+            name: whole.index_copy(0, export.own_rows, export.tensors[name].to(whole)) for name, whole in rows.items()
+        }
     return replace(export, tensors=export.tensors | rows)
 
 
@@ -162,6 +204,8 @@ def write_directory(folder: Path, export: Export) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     replace_with(folder / "model.safetensors", lambda path: save_tensors(export.tensors, path, {"format": "pt"}))
     write_json(folder / "config.json", export.config)
+    if export.beside is not None:
+        export.beside(folder)
 
 
 @dataclass
@@ -255,55 +299,53 @@ def head_drafts(head: DraftHead, target: Target, case: Case) -> Drafts:
     return Drafts(tree.tokens_BN[0, 1:].tolist(), tree.logprobs_BN[0, 1:].tolist())
 
 
-def measured(run: RunConfig) -> dict[str, Any] | None:
-    """The first chain of the run's report, if that is of this head."""
+def measurements(run: RunConfig) -> dict[str, Any] | None:
+    """The first chain and the first tree of the run's report, and the costs that `tune` measured, if these are of this head."""
     path = run.directory / "report.json"
     if not path.is_file():
         return None
     report = json.loads(path.read_text(encoding="utf-8"))
-    chains = [entry for entry in report["entries"] if entry["shape"]["kind"] == "chain"]
-    if report["head"] != checksum(run.directory / "head" / "model.safetensors") or not chains:
+    entries = [entry for entry in report["entries"] if entry["drafter"] == entries_of(report)]
+    chain = next((entry for entry in entries if entry["shape"]["kind"] == "chain"), None)
+    tree = next((entry for entry in entries if entry["shape"]["kind"] != "chain"), None)
+    if report["head"] != checksum(run.directory / "head" / "model.safetensors") or not chain:
         return None
     keys = ("drafter", "shape", "temperature", "acceptance_length", "acceptance_length_ci95", "accepted_per_position")
-    return {key: chains[0][key] for key in keys} | {"answers": report["answers"]}
+    found = {"chain": {key: chain[key] for key in keys}, "answers": report["answers"]}
+    if tree:
+        found["tree"] = {key: tree[key] for key in keys}
+    return found | tuned(run)
 
 
-def provenance(run: RunConfig, head: DraftHead, proof: Proof) -> dict[str, Any]:
-    """headwright.json: where the head comes from and what was measured."""
-    return {
+def entries_of(report: dict[str, Any]) -> str:
+    """The name under which the head itself stands in a report: first."""
+    return str(report["entries"][0]["drafter"])
+
+
+def tuned(run: RunConfig) -> dict[str, Any]:
+    """Costs by `headwright tune`, where it ran for this head."""
+    path = run.directory / "tune.json"
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    same = found.get("head") == checksum(run.directory / "head" / "model.safetensors")
+    return {"costs_ms": found["costs_ms"], "device": found["device"]} if same else {}
+
+
+def provenance(head: DraftHead, export: Export, proof: Proof, measured: dict[str, Any] | None) -> dict[str, Any]:
+    """headwright.json: where the head comes from, what was measured, and what the weights were when they were written."""
+    told = {"method": export.contracts[0].method} if export.contracts else {}
+    return told | {
         "head": asdict(head.config),
         "target": asdict(head.spec),
         "taps": list(head.taps),
         "draft_vocab_size": len(head.vocab),
         "read_back": asdict(proof),
-        "measured": measured(run),
-        "formats": {"vllm": "0.32", "sglang": "0.5.23"},
+        "measured": measured,
+        "formats": {table.engine: table.version for table in export.contracts},
+        "config": export.config,
+        "tensors": {name: fingerprint(tensor) for name, tensor in sorted(export.tensors.items())},
     }
-
-
-def sampling(result: dict[str, Any]) -> str:
-    """How a measured entry was decoded."""
-    return f"T = {result['temperature']:g}" if result["temperature"] else "greedy"
-
-
-def serve_notes(run: RunConfig, launch: str, shares: bool) -> str:
-    """SERVE.md: the exact launch lines and what to expect."""
-    result = measured(run)
-    expect = (
-        f"Measured by Headwright: τ = {result['acceptance_length']:.2f} ({result['shape']['name']}, {sampling(result)}, "
-        f"{result['answers']['data']})."
-        if result
-        else "No chain of this head is measured yet: run `headwright eval`, then export again."
-    )
-    return f"""# Serving this head
-
-Target: `{run.target.model}`. {expect}
-
-{launch}
-Compare: vLLM's mean acceptance length and SGLang's `accept len` count the bonus token, as our τ does. Both depend on the
-number of drafted tokens: K = 3 accepts less per pass than K = 5. A value near 1.0 means that something is wrong, not that the
-head is weak.
-{SHARED if shares else ""}"""
 
 
 def main(argv: list[str] | None = None) -> None:

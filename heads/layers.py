@@ -4,7 +4,8 @@ layer.
 Parameter names are those of Llama layers, because engines load them by name.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,8 +139,17 @@ class Sizes:
     qk_norm: bool = False
 
     @classmethod
-    def of(cls, spec: TargetSpec, width: int | None = None, inner: int | None = None, qk_norm: bool = False) -> "Sizes":
-        """Those of the target's layers, or of another width with heads of the same width and as many to a group."""
+    def of(
+        cls,
+        spec: TargetSpec,
+        width: int | None = None,
+        inner: int | None = None,
+        qk_norm: bool = False,
+        layout: Mapping[str, Any] | None = None,
+    ) -> "Sizes":
+        """Those of the target's layers, or of another width with heads of the same width and as many to a group. `layout`: what
+        an imported head has otherwise.
+        """
         heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, width or spec.hidden_size
         if width != spec.hidden_size:
             heads = max(1, width // spec.head_dim)
@@ -148,7 +158,8 @@ class Sizes:
             )
             inner = inner or max(1, spec.intermediate_size * width // spec.hidden_size)
         inner = inner or spec.intermediate_size
-        return cls(width, inner, heads, kv_heads, spec.head_dim, spec.rms_norm_eps, spec.rope, qk_norm)
+        found = cls(width, inner, heads, kv_heads, spec.head_dim, spec.rms_norm_eps, spec.rope, qk_norm)
+        return replace(found, **(layout or {}))
 
 
 class Attention(nn.Module):

@@ -285,9 +285,8 @@ def export_native(head: "Head", engine: str) -> Export:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     config: dict[str, Any] = {"headwright_mtp": dict(head.config.native), "num_nextn_predict_layers": len(head.links)}
     into = Path(head.config.native["checkpoint"]) if engine == "stitched" else None
-    return Export(
-        tensors, config, shapes, lambda folder: NativeReader(head, folder), launch_lines(engine), into, shares=False
-    )
+    reader, launch = (lambda folder: NativeReader(head, folder)), launch_lines(engine)
+    return Export(tensors, config, shapes, reader, launch=launch, into=into, shares=False)
 
 
 class NativeReader:

@@ -5,8 +5,8 @@ feature's half of the projection first. ernie: ERNIE-4.5's (vLLM 0.32), no norm 
 target's own sizes, so that it must be a Llama layer of these; one module, applied to its own output.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,28 @@ import torch
 from torch import Tensor
 
 from headwright.configs import UserError
-from headwright.heads.base import Case, Drafts, Export, Tables
-from headwright.heads.engine_tables import Shapes, layer_shapes, llama_keys
+from headwright.data.target import TargetSpec
+from headwright.heads.base import Adopted, Case, Drafts, Export, Tables
+from headwright.heads.contract import Contract, Key, Method, Shapes, always, nothing
+from headwright.heads.directory import Config
+from headwright.heads.engine_tables import (
+    SGLANG,
+    VERSIONS,
+    VLLM,
+    extra_in_vllm,
+    has_architecture,
+    is_one_of,
+    layer_shapes,
+    llama_keys,
+    llama_rules,
+    sglang_arguments,
+    sglang_line,
+    token_map_flag,
+    vllm_arguments,
+    vllm_line,
+    with_defaults,
+    write_token_map,
+)
 from headwright.heads.layers import Sizes
 from headwright.heads.mtp_native import ERNIE, MIMO, PARTS, Family, theirs
 from headwright.heads.plain import Chain, PlainLlama
@@ -25,6 +45,125 @@ if TYPE_CHECKING:
 
 FAMILIES = {"mimo": MIMO, "ernie": ERNIE}
 BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
+TARGET_KEY = "num_nextn_predict_layers"
+
+
+# The tables
+
+
+def launch_sglang(config: Config, target: str, folder: Path, count: int) -> str:
+    """A chain, over the tokens of a map where there is one."""
+    dtype, mapped = str(config.get("dtype", "bfloat16")), token_map_flag(config, folder)
+    return sglang_line(target, folder, "NEXTN", dtype, count, tree=False, more=mapped)
+
+
+def heads_fill_width(config: Config, spec: TargetSpec | None) -> str | None:
+    """MiMo's layer has no head_dim of its own."""
+    read = with_defaults(config)
+    full = read["num_attention_heads"] * read["head_dim"] == config["hidden_size"]
+    return (
+        None
+        if full
+        else f"{read['num_attention_heads']} heads of {read['head_dim']} do not fill {config['hidden_size']}"
+    )
+
+
+def same_layer(config: Config, spec: TargetSpec | None) -> str | None:
+    """vLLM builds the layer from the target's config."""
+    if spec is None:
+        return None
+    read = with_defaults(config)
+    pairs = {
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+    }
+    other = [f"{name} {read.get(name)} for {value}" for name, value in pairs.items() if read.get(name) != value]
+    return f"another layer than the target's: {', '.join(other)}" if other else None
+
+
+def rules(engine: str, architecture: str, kind: str) -> tuple[Key, ...]:
+    """Of both vehicles."""
+    alike = "vLLM builds the layer from the target's own sizes, and stops at the shapes"
+    mimo = (Key("head_dim", heads_fill_width, "MiMo's layer has no head_dim: other shapes", "the vehicle ernie"),)
+    return (
+        has_architecture((architecture,), f"{engine} takes the directory for another kind of head, and stops"),
+        is_one_of("model_type", (kind,), f"{engine} reads another config", kind),
+        is_one_of(TARGET_KEY, (1,), "the engine finds no MTP layer", 1),
+        Key("sizes", same_layer, alike, "train the head for this target"),
+        *(mimo if kind == "qwen2" else ()),
+        *llama_rules(engine),
+    )
+
+
+def missing_in_vllm(name: str) -> str:
+    """vLLM counts what MTP layers were given."""
+    return "vLLM stops: the weight was not loaded"
+
+
+def missing_in_sglang(name: str) -> str:
+    """SGLang does not."""
+    return f"SGLang will serve random memory for {name} without a word: accept len 1.00"
+
+
+def shared_tables(config: Config) -> Shapes:
+    """The target's, which engines put theirs in place of."""
+    size = (config["vocab_size"], config["hidden_size"])
+    return {"model.embed_tokens.weight": size, "lm_head.weight": size}
+
+
+def contract(engine: str, vehicle: str, launch: Any, missing: Any, extra: Any, **more: Any) -> Contract:
+    """The table of a vehicle in an engine."""
+    architecture, kind = CLASSES[vehicle]
+    return Contract(
+        method=f"mtp-{vehicle}",
+        engine=engine,
+        version=VERSIONS[engine],
+        shapes=lambda config: vehicle_shapes(config, FAMILIES[vehicle]),
+        optional=shared_tables if engine == VLLM else nothing,
+        reads=with_defaults,
+        launch=launch,
+        missing=missing,
+        extra=extra,
+        keys=rules(engine, architecture, kind),
+        **more,
+    )
+
+
+def vehicle_shapes(config: dict[str, Any], family: Family) -> Shapes:
+    """Every tensor and its shape."""
+    width, prefix = config["hidden_size"], family.layer.format(i=0)
+    shapes: Shapes = {family.enorm: (width,), family.hnorm: (width,), family.eh_proj: (width, 2 * width)}
+    if family.norm is not None:
+        shapes[family.norm] = (width,)
+    shapes = {name.format(i=0): shape for name, shape in shapes.items()}
+    shapes |= layer_shapes(config, prefix[:-1], width) | {f"{prefix}input_layernorm.weight": (width,)}
+    if family is MIMO:
+        heads = {
+            "q": config["num_attention_heads"],
+            "k": config["num_key_value_heads"],
+            "v": config["num_key_value_heads"],
+        }
+        shapes |= {
+            f"{prefix}self_attn.{part}_proj.bias": (count * config["head_dim"],) for part, count in heads.items()
+        }
+    return shapes
+
+
+CLASSES = {"mimo": ("MiMoForCausalLM", "qwen2"), "ernie": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")}
+LOST = always("SGLang stops: KeyError, or drops it without a word")
+ARGUMENTS = vllm_arguments("mtp", {TARGET_KEY: 1})  # the target must be told that it has an MTP layer
+CONTRACTS = {
+    "mimo": (
+        contract(VLLM, "mimo", vllm_line(ARGUMENTS), missing_in_vllm, extra_in_vllm, arguments=ARGUMENTS),
+        contract(SGLANG, "mimo", launch_sglang, missing_in_sglang, LOST, arguments=sglang_arguments("NEXTN")),
+    ),
+    "ernie": (contract(VLLM, "ernie", vllm_line(ARGUMENTS), missing_in_vllm, extra_in_vllm, arguments=ARGUMENTS),),
+}
+
+
+# Writing
 
 
 def export_vehicle(head: "Head", engine: str) -> Export:
@@ -39,11 +178,13 @@ def export_vehicle(head: "Head", engine: str) -> Export:
             tensors[name] = torch.zeros(shapes[name])
     warnings, ids_W = [], head.vocab.ids_W
     if not head.vocab.full:
-        warnings = [
-            f"this head was measured over {len(ids_W)} tokens; the engine drafts over all {head.spec.vocab_size}"
-        ]
-    launch = launch_lines(engine)
-    return Export(tensors, config, shapes, lambda folder: PlainMtp(folder, family, ids_W), launch, warnings=warnings)
+        warnings = [f"this head was measured over {len(ids_W)} tokens; vLLM drafts over all {head.spec.vocab_size}"]
+    reader = partial(PlainMtp.read, family=family, ids_W=ids_W)
+    export = Export(tensors, config, shapes, reader, CONTRACTS[engine], warnings=warnings)
+    if not head.vocab.full and family is MIMO:
+        config["hot_vocab_size"] = len(ids_W)
+        export.beside = partial(write_token_map, ids_W)
+    return export
 
 
 def refuse_unservable(head: "Head", engine: str, sizes: Sizes) -> None:
@@ -72,31 +213,11 @@ def refuse_unservable(head: "Head", engine: str, sizes: Sizes) -> None:
 
 def vehicle_config(head: "Head", engine: str, sizes: Sizes) -> dict[str, Any]:
     """config.json: it chooses the class; the sizes that count are the target's."""
-    keys = llama_keys(head.spec, sizes) | {"num_nextn_predict_layers": 1}
+    architecture, kind = CLASSES[engine]
+    keys = llama_keys(head.spec, sizes) | {TARGET_KEY: 1, "architectures": [architecture], "model_type": kind}
     if engine == "mimo":
-        return keys | {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
-    ernie = {"use_bias": False, "moe_num_experts": 2, "moe_k": 1, "num_hidden_layers": head.spec.num_layers}
-    return keys | {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"} | ernie
-
-
-def vehicle_shapes(config: dict[str, Any], family: Family) -> Shapes:
-    """Every tensor and its shape."""
-    width, prefix = config["hidden_size"], family.layer.format(i=0)
-    shapes: Shapes = {family.enorm: (width,), family.hnorm: (width,), family.eh_proj: (width, 2 * width)}
-    if family.norm is not None:
-        shapes[family.norm] = (width,)
-    shapes = {name.format(i=0): shape for name, shape in shapes.items()}
-    shapes |= layer_shapes(config, prefix[:-1], width) | {f"{prefix}input_layernorm.weight": (width,)}
-    if family is MIMO:
-        heads = {
-            "q": config["num_attention_heads"],
-            "k": config["num_key_value_heads"],
-            "v": config["num_key_value_heads"],
-        }
-        shapes |= {
-            f"{prefix}self_attn.{part}_proj.bias": (count * config["head_dim"],) for part, count in heads.items()
-        }
-    return shapes
+        return keys
+    return keys | {"use_bias": False, "moe_num_experts": 2, "moe_k": 1, "num_hidden_layers": head.spec.num_layers}
 
 
 def vehicle_tensors(head: "Head", family: Family) -> dict[str, Tensor]:
@@ -112,11 +233,14 @@ def vehicle_tensors(head: "Head", family: Family) -> dict[str, Tensor]:
 
 
 class PlainMtp(PlainLlama):
-    """An independent reader. `ids_W`: the tokens that the head is compared over."""
+    """An independent reader. `ids_W`: the tokens that the head is compared over; default: all."""
 
-    def __init__(self, folder: Path, family: Family, ids_W: Tensor):
-        super().__init__(folder)
-        self.family, self.ids_W = family, ids_W
+    def __init__(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ids_W: Tensor | None = None, family: Family = MIMO
+    ):
+        super().__init__(config, tensors)
+        self.family = family
+        self.ids_W = torch.arange(config["vocab_size"]) if ids_W is None else ids_W
 
     def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """`count` greedy tokens after the last of the case's, by full recomputation."""
@@ -143,23 +267,58 @@ class PlainMtp(PlainLlama):
         return out if self.family.norm is None else self.norm(out, name(self.family.norm))
 
 
-def launch_lines(engine: str) -> Callable[[str, Path, str], str]:
-    """How the engines are started with this head. The target must be told that it has an MTP layer."""
+# Reading
 
-    def lines(target: str, folder: Path, dtype: str) -> str:
-        speculative = json.dumps({"method": "mtp", "model": str(folder), "num_speculative_tokens": 3})
-        overrides = json.dumps({"num_nextn_predict_layers": 1})
-        vllm = f"""vLLM (0.32 or later; drafts chains):
 
-    vllm serve {target} --hf-overrides '{overrides}' --speculative-config '{speculative}'
-"""
-        sglang = f"""
-SGLang (0.5.23 or later):
+def knows(vehicle: str) -> Callable[[Config, Iterable[str]], bool]:
+    """The class of a family, and a tensor of its first module."""
+    family, architecture = FAMILIES[vehicle], CLASSES[vehicle][0]
+    marks = (family.layer.format(i=0), family.eh_proj.format(i=0))
+    return lambda config, names: (
+        architecture in (config.get("architectures") or ()) and any(name.startswith(marks) for name in names)
+    )
 
-    python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm NEXTN \\
-      --speculative-draft-model-path {folder} \\
-      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
-"""
-        return vllm + (sglang if engine == "mimo" else "")
 
-    return lines
+def spells(name: str) -> str | None:
+    """The embeddings and the lm_head are the target's."""
+    return None if name in ("model.embed_tokens.weight", "lm_head.weight") else name
+
+
+def adopt(
+    config: Config, tensors: dict[str, Tensor], spec: TargetSpec, shared: Tensor | None, family: Family
+) -> Adopted:
+    """A head of ours from a plain directory. Its layer is the target's, without biases."""
+    prefix, state = family.layer.format(i=0), {}
+    biased = [name for name in tensors if name.endswith(".bias") and tensors[name].any()]
+    if biased or same_layer(config, spec):
+        what = f"has biases, such as {biased[0]}" if biased else same_layer(config, spec)
+        raise UserError(f"the module {what}: a Llama layer of the target's sizes is needed")
+    for name, tensor in tensors.items():
+        if name.startswith(prefix) and not name.endswith(".bias") and name not in parts_of(family):
+            state[f"mtp.0.block.layer.{name.removeprefix(prefix)}"] = tensor
+    for source, part in parts_of(family).items():
+        state[f"mtp.0.{part}.weight"] = theirs(part, tensors[source], family)
+    normed = family.norm is not None
+    options = {"kind": "mtp", "block": "llama", "norm": normed, "feed": "normed" if normed else "raw"}
+    return Adopted(options, state, (spec.num_layers,), torch.arange(spec.vocab_size))
+
+
+def parts_of(family: Family) -> dict[str, str]:
+    """Our parts by the names of a family."""
+    return {getattr(family, part).format(i=0): part for part in PARTS if getattr(family, part) is not None}
+
+
+METHODS = tuple(
+    Method(
+        f"mtp-{vehicle}",
+        "mtp",
+        CONTRACTS[vehicle],
+        knows(vehicle),
+        with_defaults,
+        spells,
+        partial(PlainMtp, family=family),
+        partial(adopt, family=family),
+        halves=(family.eh_proj.format(i=0),),
+    )
+    for vehicle, family in FAMILIES.items()
+)

@@ -34,13 +34,23 @@ class Chain:
         return Drafts(self.tokens[self.start :], self.scores[1:])
 
 
-class PlainLlama:
-    """The tensors and the config of a directory."""
+def written(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of a directory."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config, load_file(folder / "model.safetensors")
 
-    def __init__(self, folder: Path):
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
+
+class PlainLlama:
+    """The tensors and the config of a directory, in the layout of our exports."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]):
+        self.config = config
         self.w = {name: w.float() if w.is_floating_point() else w for name, w in tensors.items()}
+
+    @classmethod
+    def read(cls, folder: Path, *more: Any, **named: Any) -> Any:
+        """A written directory."""
+        return cls(*written(folder), *more, **named)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm in fp32 with the weight of that name."""
@@ -115,7 +125,7 @@ class PlainLlama:
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scores = torch.einsum("inw,jnw->nij", q, k) / self.config["head_dim"] ** 0.5
         unseen = positions[None, :] > positions[:, None]
-        if "sliding_window" in self.config:
+        if self.config.get("sliding_window") and self.config.get("use_sliding_window"):  # transformers wants both
             unseen |= positions[None, :] <= positions[:, None] - self.config["sliding_window"]
         weights = scores.float().masked_fill(unseen, -torch.inf).softmax(-1).to(v.dtype)
         mixed = torch.einsum("nij,jnw->inw", weights, v).flatten(1)

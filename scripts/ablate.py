@@ -34,7 +34,7 @@ from headwright.data.store import write_json, write_text
 from headwright.data.target import Target
 from headwright.eval.metrics import bootstrap
 from headwright.eval.rollout_tau import cycles_of_documents
-from headwright.heads.base import load_head
+from headwright.heads.saved import load_head
 from headwright.train.run import measured_depth, train
 
 Setting = tuple[str, ...]

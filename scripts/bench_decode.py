@@ -44,8 +44,9 @@ from headwright.eval.rollout_tau import replay, rollout_taus
 from headwright.eval.shape import Bench, Costs, between, first_answer, measure_costs, measure_ranks, sparse_shape
 from headwright.eval.suffix import SuffixDrafter, read_corpus
 from headwright.eval.tune import answered, cycle_ms, prompt_of, spread, typical
-from headwright.heads.base import Drafter, DraftHead, load_head
+from headwright.heads.base import Drafter, DraftHead
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head
 
 SIZES = {  # hidden, layers, heads, key-value heads, MLP, vocabulary
     "tiny": (64, 4, 4, 2, 128, 300),

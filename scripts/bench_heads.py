@@ -38,8 +38,9 @@ from headwright.eval.metrics import acceptance_length, bootstrap, phase_millisec
 from headwright.eval.rollout_tau import cycles_of_documents
 from headwright.eval.suffix import SuffixDrafter, read_corpus
 from headwright.eval.tune import answered, prompt_of, spread
-from headwright.heads.base import Drafter, DraftHead, Engine, load_head, make_head
+from headwright.heads.base import Drafter, DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head
 from headwright.train.loop import one_step
 from headwright.train.optim import make_optimizer
 from headwright.train.run import make_stream, train

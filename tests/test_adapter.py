@@ -25,8 +25,9 @@ from headwright.data.vocab import DraftVocab
 from headwright.eval.acceptance import evaluate, target_shift
 from headwright.eval.decode import decode_plain, speculate
 from headwright.heads.adapter import Adapter, AdapterConfig
-from headwright.heads.base import DraftHead, Engine, load_head, make_head, save_head
+from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head, save_head
 from headwright.train import loop
 from headwright.train.loop import one_step
 from headwright.train.optim import make_optimizer, set_learning_rate

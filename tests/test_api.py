@@ -21,8 +21,8 @@ from headwright.eval.api import Answer, Piece, Speculator, speculate, stream
 from headwright.eval.decode import PLAIN, Settings, decode_plain, generate
 from headwright.eval.drafters import PromptLookup
 from headwright.eval.text import Holder, Printer, Stops
-from headwright.heads.base import load_head, save_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head, save_head
 
 TOKENIZER = make_tokenizer()
 LETTERS = string.ascii_lowercase + " .,!"

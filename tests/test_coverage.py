@@ -33,7 +33,7 @@ from headwright.data.vocab import (
     pinned_ids,
 )
 from headwright.eval.rollout_tau import replay
-from headwright.heads.base import load_head
+from headwright.heads.saved import load_head
 from headwright.train.run import train
 
 TEXTS = {

@@ -21,10 +21,11 @@ from headwright.data.small_model import cut_target, is_tied
 from headwright.data.target import EarlyExit, Target
 from headwright.eval.decode import decode_plain, generate, speculate
 from headwright.eval.settings import Settings
-from headwright.heads.base import Context, DraftHead, load_head, save_head
+from headwright.heads.base import Context, DraftHead
 from headwright.heads.draft_model import Config
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.export import export_run
+from headwright.heads.saved import load_head, save_head
 from headwright.train import loop
 from headwright.train.run import train
 

@@ -76,7 +76,7 @@ def cases(head: DraftHead) -> list[Case]:
 def written(head: DraftHead, engine: str, folder: Path) -> PlainEagle3:
     """The directory of an engine, read back independently."""
     write_directory(folder, with_dtype(head.export(engine), torch.float32))
-    return PlainEagle3(folder)
+    return PlainEagle3.read(folder)
 
 
 def reason(engine: str, options: dict) -> str | None:
@@ -236,7 +236,7 @@ def test_a_misread_option_is_found_by_drafting(target, tmp_path, fault):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change), encoding="utf-8")
     with pytest.raises(UserError, match="do not serve this"):
-        read_back(PlainEagle3(tmp_path), head, target, cases(head), torch.float32)
+        read_back(PlainEagle3.read(tmp_path), head, target, cases(head), torch.float32)
 
 
 def test_a_missing_query_norm_is_found_by_drafting(target, tmp_path):

@@ -29,9 +29,9 @@ from headwright.eval.metrics import (
 )
 from headwright.eval.prompts import Prompt, held_out_prompts
 from headwright.eval.rollout_tau import Cycles
-from headwright.heads.base import load_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.export import export_run
+from headwright.heads.saved import load_head
 from headwright.train.run import train
 from headwright.train.summary import summarise
 

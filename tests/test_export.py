@@ -15,7 +15,6 @@ from headwright.configs import UserError
 from headwright.data.harvest import harvest, store_path
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
-from headwright.heads.base import load_head
 from headwright.heads.eagle3_plain import PlainEagle3
 from headwright.heads.export import (
     Case,
@@ -28,6 +27,7 @@ from headwright.heads.export import (
     with_dtype,
     write_directory,
 )
+from headwright.heads.saved import load_head
 from headwright.train.run import train
 
 GOLDEN = {  # hidden 32, inner 64, 4 heads of 8, 2 key-value heads, 3 taps, 24 of 272 tokens
@@ -191,7 +191,7 @@ def test_independent_reader_drafts_what_the_head_drafts(tmp_path, family, config
             if "norm" in name:
                 weight.add_(torch.rand_like(weight))
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
-    reader, shared = PlainEagle3(tmp_path), shared_tables(target)
+    reader, shared = PlainEagle3.read(tmp_path), shared_tables(target)
     for case in random_cases(head):
         drafts, ours = reader.draft(shared, case, 5), head_drafts(head, target, case)
         assert drafts.tokens == ours.tokens
@@ -274,7 +274,7 @@ FAULTS = {
     "NaN": (set_to("fc.weight", poisoned(float("nan"))), "fc.weight holds NaN"),
     "infinite": (set_to("lm_head.weight", poisoned(float("inf"))), "lm_head.weight holds NaN or infinite"),
     "all zero": (set_to("midlayer.self_attn.v_proj.weight", torch.zeros_like), "v_proj.weight is all zero"),
-    "absolute d2t": (lambda t: t | {"d2t": t["d2t"] + torch.arange(24)}, "disagree"),
+    "absolute d2t": (lambda t: t | {"d2t": t["d2t"] + torch.arange(24)}, "holds target ids, not offsets"),
     "shifted d2t": (set_to("d2t", lambda d: d + 1), "disagree"),
     "d2t of another order": (set_to("d2t", lambda d: d.flip(0)), "disagree"),
     "d2t in int32": (set_to("d2t", lambda d: d.int()), "must be int64"),
@@ -324,14 +324,14 @@ def test_silent_faults_are_found_by_drafting(tmp_path, tiny, fault):
     head = make_tiny_head(tiny)
     cases = random_cases(head)
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
-    proof = read_back(PlainEagle3(tmp_path), head, tiny, cases, torch.float32)
+    proof = read_back(PlainEagle3.read(tmp_path), head, tiny, cases, torch.float32)
     assert proof.equal == proof.drafted == 25
     path = tmp_path / "model.safetensors"
     tensors = SILENT[fault](load_file(path))
     path.unlink()
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(UserError, match="do not serve this"):
-        read_back(PlainEagle3(tmp_path), head, tiny, cases, torch.float32)
+        read_back(PlainEagle3.read(tmp_path), head, tiny, cases, torch.float32)
 
 
 @pytest.mark.parametrize("fault", ["fc_norm off", "another rotary base", "llama3 factor"])
@@ -346,7 +346,7 @@ def test_faulty_configs_are_found_by_drafting(tmp_path, fault):
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    read_back(PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
+    read_back(PlainEagle3.read(tmp_path), head, target, random_cases(head), torch.float32)
     if fault == "fc_norm off":
         config["fc_norm"] = False
     elif fault == "another rotary base":
@@ -355,7 +355,7 @@ def test_faulty_configs_are_found_by_drafting(tmp_path, fault):
         config["rope_scaling"] = None
     path.write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UserError, match="do not serve this"):
-        read_back(PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
+        read_back(PlainEagle3.read(tmp_path), head, target, random_cases(head), torch.float32)
 
 
 def test_a_run_whose_reader_disagrees_is_refused(run, parts, monkeypatch, tmp_path):

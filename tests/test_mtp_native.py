@@ -32,12 +32,13 @@ from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
 from headwright.eval.decode import Settings, decode_plain, generate_one
 from headwright.heads import get_head
-from headwright.heads.base import Case, Context, load_head, make_head, save_head
+from headwright.heads.base import Case, Context, make_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.export import read_back, stitch, with_dtype, write_directory
 from headwright.heads.mtp import Head, LinkedDrafting
 from headwright.heads.mtp_native import import_native
 from headwright.heads.recurrent import Drafting
+from headwright.heads.saved import load_head, save_head
 
 WIDTH, LAYERS, EPS = 32, 4, 1e-5
 SIZES = {

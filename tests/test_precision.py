@@ -9,8 +9,8 @@ from headwright.data.generate import Question, answer
 from headwright.data.sampling import Policy
 from headwright.data.target import Target
 from headwright.eval.decode import decode_plain, speculate
-from headwright.heads.base import load_head, save_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head, save_head
 
 CHAIN, TREE = TreeShape("chain", 3, 1, 3), TreeShape("dynamic", 3, 2, 6)
 HAS_GPU = torch.cuda.is_available()

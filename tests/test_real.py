@@ -17,9 +17,9 @@ from headwright.eval.decode import decode_plain, speculate
 from headwright.eval.drafters import PromptLookup
 from headwright.eval.prompts import held_out_prompts
 from headwright.eval.rollout_tau import replay
-from headwright.heads.base import load_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.export import export_run
+from headwright.heads.saved import load_head
 from headwright.train.run import train
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from headwright.data.jobs import seed_of
 from headwright.data.regenerate import folder_of, main, mend, regenerate
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
-from headwright.heads.base import save_head
+from headwright.heads.saved import save_head
 
 KEY = "sk-no-file-may-hold-this"
 

@@ -301,7 +301,7 @@ def test_exports_are_read_back(tmp_path, kind):
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     assert export.config["rope_scaling"] == (None if kind in ("default", "dynamic") else scaling)
     write_directory(tmp_path, export)
-    reader, shared = PlainEagle3(tmp_path), shared_tables(target)
+    reader, shared = PlainEagle3.read(tmp_path), shared_tables(target)
     for case in random_cases(head):
         drafts, ours = reader.draft(shared, case, 5), head_drafts(head, target, case)
         assert drafts.tokens == ours.tokens
@@ -325,7 +325,7 @@ def test_a_config_that_turns_otherwise_is_found(tmp_path, fault):
     export.config["rope_scaling"] = FAULTS[fault](export.config["rope_scaling"])
     write_directory(tmp_path, export)
     with pytest.raises(UserError, match="do not serve this"):
-        read_back(PlainEagle3(tmp_path), head, target, random_cases(head), torch.float32)
+        read_back(PlainEagle3.read(tmp_path), head, target, random_cases(head), torch.float32)
 
 
 def sglang_scale(rope: dict) -> float:

@@ -49,10 +49,11 @@ from headwright.eval.shape import (
     widths_of,
 )
 from headwright.eval.tune import Trial, spread, tune, verdict
-from headwright.heads.base import Context, load_head
+from headwright.heads.base import Context
 from headwright.heads.chunked import ranks_of
 from headwright.heads.draft_tree import TreeShape, best_paths, most_nodes
 from headwright.heads.recurrent import Drafting
+from headwright.heads.saved import load_head
 from headwright.train.cli import main as command
 from headwright.train.run import train
 

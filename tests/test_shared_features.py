@@ -18,7 +18,8 @@ from headwright.data.store import FeatureReader, read_manifest
 from headwright.data.target import Target
 from headwright.data.vocab import full_vocab
 from headwright.eval.acceptance import evaluate
-from headwright.heads.base import load_head, make_head
+from headwright.heads.base import make_head
+from headwright.heads.saved import load_head
 from headwright.train.plan import plan
 from headwright.train.run import main as train_main
 from headwright.train.run import open_features, train

@@ -28,8 +28,8 @@ from headwright.data.stream import FeatureStream
 from headwright.data.target import Target
 from headwright.eval.decode import speculate
 from headwright.eval.rollout_tau import rollout_tau
-from headwright.heads.base import load_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.heads.saved import load_head
 from headwright.train import loop
 from headwright.train.loop import one_step
 from headwright.train.optim import learning_rate, make_optimizer, set_learning_rate

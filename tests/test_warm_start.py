@@ -12,7 +12,8 @@ from test_adapter import Interrupted, make_any
 from headwright.configs import UserError
 from headwright.data.harvest import harvest
 from headwright.data.target import Target
-from headwright.heads.base import DraftHead, matching_rows, save_head, warm_start
+from headwright.heads.base import DraftHead
+from headwright.heads.saved import matching_rows, save_head, warm_start
 from headwright.train import loop
 from headwright.train.run import train
 

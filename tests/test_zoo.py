@@ -28,9 +28,10 @@ from headwright.data.vocab import DraftVocab
 from headwright.eval.decode import generate
 from headwright.eval.settings import PLAIN, Generation, Settings
 from headwright.heads import get_head, kinds
-from headwright.heads.base import Context, DraftHead, load_head, make_head, save_head, together
+from headwright.heads.base import Context, DraftHead, make_head, together
 from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.grow import grow
+from headwright.heads.saved import load_head, save_head
 
 EAGLE3 = {"kind": "eagle3", "taps": [1, 2, 3]}
 CASES = {

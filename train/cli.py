@@ -17,6 +17,9 @@ STAGES = {
     ),
     "tune": ("headwright.eval.tune", "choose the draft shape for this device and these prompts, from measured costs"),
     "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
+    "import": ("headwright.heads.importer", "take a head of others (EAGLE, SpecForge, speculators, …) into a run: DIR"),
+    "doctor": ("headwright.heads.doctor", "will an engine load this head, and serve what was trained? DIR"),
+    "prove": ("headwright.eval.prove", "run the real vLLM on the exports: its acceptance counters must equal ours"),
     "chat": ("headwright.eval.chat", "talk to a target through a head, accepted draft tokens in colour: --head DIR"),
     "summary": ("headwright.train.summary", "one table over a finished run"),
 }

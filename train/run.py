@@ -31,8 +31,9 @@ from headwright.data.vet import make_vet
 from headwright.data.vocab import choose_vocab, count_tokens, coverage
 from headwright.eval.metrics import read_metrics
 from headwright.eval.rollout_tau import rollout_tau
-from headwright.heads.base import DraftHead, Engine, make_head, save_head, warm_start
+from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.fused import switch
+from headwright.heads.saved import save_head, warm_start
 from headwright.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from headwright.train.loop import Callbacks, fit, unwrapped
 from headwright.train.optim import make_optimizer

@@ -9,7 +9,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
 from headwright.data.store import Manifest, read_manifest, write_json
-from headwright.heads.export import sampling
+from headwright.heads.serve import sampling
 
 ABOUT = "One table over a finished run."
 
