@@ -20,6 +20,7 @@ from headwright.heads.directory import Config, Directory, Entry
 Shapes = dict[str, tuple[int, ...]]
 Level = Literal["error", "warning", "note"]
 WEIGHTS = "model.safetensors"
+TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "llama.cpp": "llama.cpp"}
 MAPS = {"d2t": ("I64",), "t2d": ("BOOL",), "token_map": ("I64",)}  # dtypes of what is no weight
 SERVED = ("F32", "BF16", "F16")
 COUNTS = re.compile(
@@ -99,13 +100,14 @@ class Contract:
     spells: Callable[[str], str] = str
     optional: Callable[[Config], Shapes] = nothing
     keys: tuple[Key, ...] = ()
+    closed: bool = True  # whether a tensor that the table does not know is looked at
     shape: str = "chain"  # what the engine drafts: chains or trees
     arguments: Callable[[Config, str, Path, int], dict[str, Any]] | None = None
 
     @property
     def title(self) -> str:
         """The engine and the version that the table was read from."""
-        return f"{self.engine} {self.version}"
+        return f"{TITLES[self.engine]} {self.version}"
 
 
 def check_config(contract: Contract, config: Config, spec: TargetSpec | None) -> Iterator[Finding]:
@@ -138,7 +140,7 @@ def check_names(contract: Contract, config: Config, entries: Mapping[str, Entry]
     names = {contract.spells(name): name for name in entries}
     for name in sorted(set(wanted) - set(names)):
         yield missing(contract, name, wanted[name], entries)
-    for name in sorted(set(names) - set(known)):
+    for name in sorted(set(names) - set(known)) if contract.closed else ():
         yield Finding(
             contract.extra_level,
             contract.engine,
@@ -198,7 +200,7 @@ def check_entry(
             contract.engine,
             where,
             f"has shape {entry.shape}, the format wants {shape}" + (": transposed" if turned else ""),
-            f"{contract.engine} stops at start, or reads other numbers than the head's",
+            f"{TITLES[contract.engine]} stops at start, or reads other numbers than the head's",
             "--fix transposes it" if turned else "export the head again",
             transposing(name) if turned else None,
         )

@@ -30,7 +30,7 @@ def export_eagle3(head: "Head", engine: str) -> Export:
         raise UserError(f"export.engines {engine!r}: an EAGLE-3 head exports as: {', '.join(ENGINES_OF)}")
     refuse_unservable(head, engine)
     config, tensors = head_config(head), tensors_of(head)
-    shapes = shapes_of(read_config(config))
+    shapes = shapes_of(read_config(config) | {"own_embedding": head.own_embedding})
     export = Export(tensors, config, shapes, lambda folder: PlainEagle3(*plain_of(folder)))
     if engine == "speculators":
         served = ("lm_head.weight", head.vocab.ids_W) if shares_lm_head(head) else None
@@ -78,6 +78,7 @@ def refuse_unservable(head: "Head", engine: str) -> None:
             "norm_before_residual": config.norm_before_residual,
             "qk_norm": config.qk_norm,
             "window": config.window,
+            "embeddings": config.embeddings == "own" and head.sizes.width == head.spec.hidden_size,
         }
         only = [name for name, value in options.items() if value]
         if only:

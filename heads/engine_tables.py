@@ -395,9 +395,15 @@ def token_map_flag(config: Config, folder: Path) -> str:
 def sglang_line(target: str, folder: Path, algorithm: str, dtype: str, steps: int, tree: bool, more: str = "") -> str:
     """SGLang with a head: a chain of `steps`, or a tree for the same budget as our tree of four levels."""
     top_k, tokens = (4, 13) if tree else (1, steps + 1)
+    other = "" if tree or algorithm == "NEXTN" else TREE
     return (
         f"python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path {folder} \\\n"
         f"  --speculative-num-steps {4 if tree else steps} --speculative-eagle-topk {top_k} "
-        f"--speculative-num-draft-tokens {tokens}{more}"
+        f"--speculative-num-draft-tokens {tokens}{more}{other}"
     )
+
+
+TREE = (
+    "\n  # a tree of 12 drafts: --speculative-num-steps 4 --speculative-eagle-topk 4 --speculative-num-draft-tokens 13"
+)

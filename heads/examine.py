@@ -58,6 +58,7 @@ def by_table(directory: Directory, method: Method, contract: Contract, spec: Tar
 def examine_values(directory: Directory, method: Method, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Numbers, for tensors whose shapes are right. Refuses files that are far larger than the tables want, unread."""
     refuse_giant(directory, method.contracts)
+    directory = own_part(directory, method)
     misshapen = {finding.where.removeprefix(f"{WEIGHTS}: ") for finding in serious(findings)}
     sound = {name: entry for name, entry in directory.entries.items() if name not in misshapen}
     config = method.plain(directory.config)
@@ -67,6 +68,15 @@ def examine_values(directory: Directory, method: Method, findings: Iterable[Find
         config.get("vocab_size"),
     )
     yield from changed_since_export(directory)
+
+
+def own_part(directory: Directory, method: Method) -> Directory:
+    """Without what is not a head's, in directories that hold more."""
+    if all(contract.closed for contract in method.contracts):
+        return directory
+    config = method.infer(directory.config, directory.entries)
+    wanted = {name for contract in method.contracts for name in contract.shapes(contract.reads(config))}
+    return Directory(directory.path, directory.config, {n: e for n, e in directory.entries.items() if n in wanted})
 
 
 def changed_since_export(directory: Directory) -> Iterator[Finding]:

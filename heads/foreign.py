@@ -88,7 +88,8 @@ def expected_bytes(contract: Contract, config: Config) -> int | None:
 
 
 def refuse_giant(directory: Directory, contracts: Iterable[Contract]) -> None:
-    """Files that are far larger than a head of this config."""
+    """Files that are far larger than a head of this config. Directories that hold more than a head may be of any size."""
+    contracts = [contract for contract in contracts if contract.closed]
     wanted = [expected_bytes(contract, directory.config) for contract in contracts]
     most = max((count for count in wanted if count is not None), default=None)
     if most is not None and directory.bytes > LARGEST * most + (1 << 20):

@@ -33,7 +33,8 @@ from headwright.heads.base import Context, Export
 from headwright.heads.draft_tree import Tree, TreeShape
 from headwright.heads.grow import Frontier, grow
 from headwright.heads.layers import RMSNorm, attend
-from headwright.heads.mtp_native import FAMILIES, export_native, import_native, layer_place
+from headwright.heads.mtp_native import FAMILIES, import_native, layer_place
+from headwright.heads.mtp_tables import export_native
 from headwright.heads.mtp_vehicles import FAMILIES as VEHICLES
 from headwright.heads.mtp_vehicles import export_vehicle
 from headwright.heads.pair import Pair

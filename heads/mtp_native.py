@@ -8,9 +8,8 @@ Shapes: D target width, E experts, I width of an expert.
 """
 
 import copy
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headwright.configs import UserError, reason
-from headwright.heads.base import Case, Drafts, Export, Tables
+from headwright.heads.base import Case, Drafts, Tables
+from headwright.heads.directory import indexed, read_entries
 from headwright.heads.plain import Chain
 
 if TYPE_CHECKING:
@@ -96,29 +96,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        try:
-            self.where = self.indexed(index) if index.is_file() else self.listed(folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise UserError(f"{folder}: its weights cannot be read: {reason(error)}") from None
-
-    @staticmethod
-    def indexed(index: Path) -> dict[str, str]:
-        """Files by tensor, as the index has them. A file must lie in the directory itself."""
-        where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        outside = [file for file in set(where.values()) if Path(file).name != file]
-        if outside:
-            raise ValueError(f"{index.name} names a file outside the directory: {outside[0]}")
-        return where
-
-    @staticmethod
-    def listed(folder: Path) -> dict[str, str]:
-        """Files by tensor, as the files have them."""
-        where: dict[str, str] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                where |= dict.fromkeys(file.keys(), path.name)
-        return where
+        self.where = indexed(folder) or {name: entry.file for name, entry in read_entries(folder).items()}
 
     def read(self, name: str) -> Tensor:
         """One tensor in fp32. Raises UserError for one that is quantised: its scales lie elsewhere."""
@@ -274,21 +252,6 @@ def native_tensors(head: "Head") -> dict[str, Tensor]:
     return tensors
 
 
-def export_native(head: "Head", engine: str) -> Export:
-    """native: the checkpoint's MTP tensors alone, trained. stitched: a copy of the whole checkpoint with them in place."""
-    if engine not in ("native", "stitched") or not head.config.native:
-        raise UserError(
-            f"export.engines {engine!r}: MTP heads export as: mimo, ernie; those that began as a checkpoint's own (head.start "
-            "native) as: native, stitched"
-        )
-    tensors = native_tensors(head)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config: dict[str, Any] = {"headwright_mtp": dict(head.config.native), "num_nextn_predict_layers": len(head.links)}
-    into = Path(head.config.native["checkpoint"]) if engine == "stitched" else None
-    reader, launch = (lambda folder: NativeReader(head, folder)), launch_lines(engine)
-    return Export(tensors, config, shapes, reader, launch=launch, into=into, shares=False)
-
-
 class NativeReader:
     """The written tensors, put into a copy of the head by the importer. Whole texts are run anew for every token, without a
     cache; the decoder layer is transformers' own.
@@ -338,23 +301,3 @@ class NativeReader:
         positions = torch.arange(first, first + len(feature_ND))
         out: Tensor = module(module.pair.token(embedding_ND), feature_ND, positions, causal)
         return out
-
-
-def launch_lines(engine: str) -> Callable[[str, Path, str], str]:
-    """How a checkpoint with these tensors is served."""
-
-    def lines(target: str, folder: Path, dtype: str) -> str:
-        speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
-        if engine == "native":
-            return "These are the MTP tensors alone. Export as `stitched` for a checkpoint that engines load."
-        return f"""The target itself with its MTP tensors trained anew. vLLM (0.32 or later):
-
-    vllm serve {folder} --speculative-config '{speculative}'
-
-SGLang (0.5.23 or later):
-
-    python -m sglang.launch_server --model-path {folder} --dtype {dtype} --speculative-algorithm NEXTN \\
-      --speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3
-"""
-
-    return lines

@@ -274,9 +274,14 @@ def knows(vehicle: str) -> Callable[[Config, Iterable[str]], bool]:
     """The class of a family, and a tensor of its first module."""
     family, architecture = FAMILIES[vehicle], CLASSES[vehicle][0]
     marks = (family.layer.format(i=0), family.eh_proj.format(i=0))
-    return lambda config, names: (
-        architecture in (config.get("architectures") or ()) and any(name.startswith(marks) for name in names)
-    )
+
+    def known(config: Config, names: Iterable[str]) -> bool:
+        there = list(names)
+        whole = any(name.startswith("model.layers.0.") for name in there)  # a checkpoint of the family itself
+        told = architecture in (config.get("architectures") or ())
+        return told and not whole and any(name.startswith(marks) for name in there)
+
+    return known
 
 
 def spells(name: str) -> str | None:

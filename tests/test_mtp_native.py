@@ -33,6 +33,7 @@ from headwright.data.vocab import DraftVocab
 from headwright.eval.decode import Settings, decode_plain, generate_one
 from headwright.heads import get_head
 from headwright.heads.base import Case, Context, make_head
+from headwright.heads.doctor import Question, diagnose
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.export import read_back, stitch, with_dtype, write_directory
 from headwright.heads.mtp import Head, LinkedDrafting
@@ -744,6 +745,27 @@ def test_stitching_into_another_checkpoint_is_refused(shelf, aims, tmp_path):
         stitched(head, tmp_path / "copy", torch.float32)
 
 
+@pytest.mark.parametrize("kind", families("ernie-4.5-moe"))
+def test_the_doctor_knows_what_engines_need_of_them(kind, shelf, aims, tmp_path):
+    """A stitched copy is served; an overlay by SGLang alone; a part that is missing is named."""
+    head, family = native_head(aims(kind), kind), KINDS[kind]
+    stitched(head, tmp_path / "copy", torch.float32)
+    whole = diagnose(tmp_path / "copy", Question())
+    assert whole.method.name == "mtp-native"
+    assert not whole.errors("vllm") + whole.errors("sglang")
+    write_directory(tmp_path / "overlay", with_dtype(head.export("native"), torch.float32))
+    overlay = diagnose(tmp_path / "overlay", Question())
+    assert not overlay.errors("sglang")
+    assert [finding.fix for finding in overlay.errors("vllm")] == ["export as stitched"]
+    lost = family.names.at(family.names.hnorm, 0)
+    tensors = load_file(tmp_path / "overlay" / "model.safetensors")
+    (tmp_path / "overlay" / "model.safetensors").unlink()
+    save_file({name: t for name, t in tensors.items() if name != lost}, tmp_path / "overlay" / "model.safetensors")
+    [finding] = diagnose(tmp_path / "overlay", Question()).errors("sglang")
+    assert lost in finding.where
+    assert "random memory" in finding.so
+
+
 # 4. Errors
 
 
@@ -854,7 +876,7 @@ def test_index_that_leads_out_of_the_directory_is_refused(place, shelf, aims, tm
 def test_broken_index_is_one_message(text, shelf, aims, tmp_path):
     head, folder = native_head(aims("mimo"), "mimo"), tampered(shelf("mimo"), tmp_path)
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match=r"cannot be read|ships no MTP"):
+    with pytest.raises(UserError, match=r"readable as JSON|no weight_map|holds a list|ships no MTP"):
         import_native(head, folder)
 
 
@@ -866,7 +888,7 @@ def test_truncated_weights_are_one_message(size, index, shelf, aims, tmp_path):
     path.write_bytes(path.read_bytes()[:size])
     if not index:
         (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"cannot be read|not a whole safetensors file"):
         import_native(head, folder)
 
 

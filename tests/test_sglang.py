@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TAPS, make_model, make_target
+from conftest import ROOT, TAPS, make_model, make_target, tiny_run
 from safetensors.torch import load_file, save_file
 from test_adapter import make_any
 from test_export import LLAMA3, drop, set_to, swapped
 
+from headwright.data.harvest import harvest
+from headwright.eval.prove import parser, prove
 from headwright.heads.base import Case, DraftHead, Drafts
-from headwright.heads.export import filled, shared_tables, with_dtype, write_directory
+from headwright.heads.export import export_run, filled, shared_tables, with_dtype, write_directory
+from headwright.train.run import train
 
 PYTHON = os.environ.get("HEADWRIGHT_SGLANG", "")
 if not Path(PYTHON).is_file():
@@ -257,3 +260,15 @@ def test_sglang_captures_the_states_that_we_harvest(answers, name):
 def test_sglang_hands_on_the_state_after_the_final_norm(answers):
     ours = make_target().features(IDS[None]).last_BND[0]
     torch.testing.assert_close(answers["last"]["hidden"], ours, atol=1e-4, rtol=1e-4)
+
+
+def test_prove_compares_a_run_of_ones_own(model_dir, chats, tmp_path_factory):
+    """From harvest to SGLang's drafts, as `scripts/verify_sglang.sh --config FILE` does."""
+    run = tiny_run(model_dir, chats, tmp_path_factory.mktemp("own"))
+    for stage in (harvest, train, export_run):
+        stage(run)
+    args = parser().parse_args(["--config", "-", "--engine", "sglang", "--engine-python", PYTHON, "--prompts", "2"])
+    assert prove(run, args) == 0
+    found = json.loads((run.directory / "export" / "portable" / "sglang.json").read_text(encoding="utf-8"))
+    assert found["unfilled"] == []
+    assert found["drafted"] == found["equal"] == 6

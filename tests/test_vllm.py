@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_run
 from engine_cases import (
     CASES,
     NEW,
@@ -24,9 +25,12 @@ from engine_cases import (
 )
 from safetensors.torch import load_file, save_file
 
-from headwright.eval.prove import Counters, ask_engine
+from headwright.data.harvest import harvest
+from headwright.eval.prove import Counters, ask_engine, parser, prove
 from headwright.heads.contract import serious
 from headwright.heads.doctor import Question, diagnose
+from headwright.heads.export import export_run
+from headwright.train.run import train
 
 PYTHON = os.environ.get("HEADWRIGHT_VLLM", "")
 if not Path(PYTHON).is_file():
@@ -156,3 +160,20 @@ NEEDS_TARGET = ("an embedding left over", "other states")  # what no directory s
 def errors(folder: Path) -> list:
     """What the doctor has against a directory in vLLM."""
     return serious(diagnose(folder, Question(engines=("vllm",))).all())
+
+
+def test_prove_compares_a_run_of_ones_own(chats, tmp_path_factory):
+    """From harvest to the engine's counters, as `scripts/verify_vllm.sh --config FILE` does."""
+    root = tmp_path_factory.mktemp("own")
+    write_models(root)
+    export = {"engines": ["portable", "speculators"], "prompts": 2}
+    run = tiny_run(root / "llama", chats, root, harvest={"taps": [2, 4, 5], "dtype": "float32"}, export=export)
+    for stage in (harvest, train, export_run):
+        stage(run)
+    args = parser().parse_args(["--config", "-", "--engine-python", PYTHON, "--prompts", "3", "--tokens", "12"])
+    assert prove(run, args) == 0
+    for engine in export["engines"]:
+        found = json.loads((run.directory / "export" / engine / "vllm.json").read_text(encoding="utf-8"))
+        assert found["theirs"] == found["ours"]
+        assert found["same_texts"] == found["prompts"] == 3
+        assert found["theirs"]["drafts"] > 3
