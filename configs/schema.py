@@ -262,7 +262,9 @@ class ExportConfig:
     """Engine directories."""
 
     engines: Annotated[
-        list[str], "formats that the head knows, such as portable: one directory for vLLM and SGLang (docs/serving.md lists them)", MinLen(1)
+        list[str],
+        "formats that the head knows (docs/serving.md); portable: one directory for vLLM and SGLang",
+        MinLen(1),
     ] = field(default_factory=lambda: ["portable"])
     dtype: Annotated[Literal["target", "float32", "bfloat16", "float16"], "of the written weights"] = "target"
     name_or_path: Annotated[str | None, "how the target is called in SERVE.md; default: target.model"] = None

@@ -86,9 +86,9 @@ class Export:
     contracts: the engines' tables that it must satisfy; of those named in `strict` an error ends the export, of others it is
     noted in SERVE.md. launch: launch lines for a target, a directory and a dtype, where no table has them. into: a
     checkpoint whose copy takes the tensors in. shares: whether engines share the target's embedding with it.
-    from_target: tensors that are rows of the target's lm_head, by their token ids; where such a tensor is also in
-    `tensors`, that one gives the rows of `own_rows`. beside: writes further files. warnings: what a user should know
-    before serving.
+    from_target: tensors that are rows of the target's lm_head, by their token ids. spread: tensors of some tokens' rows that
+    the format wants of all tokens, by these tokens' ids; the others become zeros. beside: writes further files. warnings:
+    what a user should know before serving.
     """
 
     tensors: dict[str, Tensor]
@@ -101,7 +101,7 @@ class Export:
     into: Path | None = None
     shares: bool = True
     from_target: dict[str, Tensor] = field(default_factory=dict)
-    own_rows: Tensor | None = None
+    spread: dict[str, Tensor] = field(default_factory=dict)
     beside: Callable[[Path], None] | None = None
     warnings: list[str] = field(default_factory=list)
 

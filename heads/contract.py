@@ -23,9 +23,9 @@ WEIGHTS = "model.safetensors"
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "llama.cpp": "llama.cpp"}
 MAPS = {"d2t": ("I64",), "t2d": ("BOOL",), "token_map": ("I64",)}  # dtypes of what is no weight
 SERVED = ("F32", "BF16", "F16")
-COUNTS = re.compile(
-    r"(^|\.)(layers\.\d+|midlayer|mtp_\w+)\.|^(model\.)?(fc|norm|input_norm|fc_norm)\."
-)  # parts of a head
+# Parts of a head: what an engine drops of these is missed.
+COUNTS = re.compile(r"(^|\.)(layers\.\d+|midlayer|mtp_\w+)\.|^(model\.)?(fc|norm|input_norm|fc_norm|lm_head)\.")
+UNREAD = ".rotary_emb.inv_freq"  # old checkpoints have it; every engine makes its own
 FEW = 16  # of more kept tokens some stand side by side, so that their offsets are equal
 
 
@@ -100,6 +100,7 @@ class Contract:
     spells: Callable[[str], str] = str
     optional: Callable[[Config], Shapes] = nothing
     keys: tuple[Key, ...] = ()
+    proven: bool = True  # whether the table was held against the engine itself, not its sources alone
     closed: bool = True  # whether a tensor that the table does not know is looked at
     shape: str = "chain"  # what the engine drafts: chains or trees
     arguments: Callable[[Config, str, Path, int], dict[str, Any]] | None = None
@@ -137,12 +138,12 @@ def check_names(contract: Contract, config: Config, entries: Mapping[str, Entry]
     read = contract.reads(config)
     wanted = contract.shapes(read)
     known = wanted | contract.optional(read)
-    names = {contract.spells(name): name for name in entries}
+    names = {contract.spells(name): name for name in entries if not name.endswith(UNREAD)}
     for name in sorted(set(wanted) - set(names)):
         yield missing(contract, name, wanted[name], entries)
     for name in sorted(set(names) - set(known)) if contract.closed else ():
         yield Finding(
-            contract.extra_level,
+            "error" if COUNTS.search(name) else contract.extra_level,
             contract.engine,
             f"{WEIGHTS}: {names[name]}",
             "not known to the format",
@@ -181,9 +182,9 @@ def dropping(name: str) -> Callable[[Draft], None]:
     """Leave a tensor out, unless that would change what the head computes."""
 
     def mend(draft: Draft) -> None:
-        found = draft.tensors.get(name)
-        if found is not None and (not COUNTS.search(name) or (name.endswith("bias") and not found.any())):
-            del draft.tensors[name]
+        zeros = name.endswith(".bias") and name in draft.tensors and not draft.tensors[name].any()
+        if zeros or not COUNTS.search(name):
+            draft.tensors.pop(name, None)
 
     return mend
 

@@ -17,7 +17,7 @@ from headwright.configs.console import say, size, table
 from headwright.configs.schema import TargetConfig
 from headwright.data.store import replace_with, save_tensors, write_json, write_text
 from headwright.data.target import Target, TargetSpec, locate, read_facts
-from headwright.heads.contract import Contract, Draft, Finding, Method, serious
+from headwright.heads.contract import TITLES, Contract, Draft, Finding, Method, serious
 from headwright.heads.directory import Directory
 from headwright.heads.engine_tables import ENGINES
 from headwright.heads.examine import (
@@ -176,7 +176,8 @@ def show(diagnosis: Diagnosis, target: str, engines: Sequence[str]) -> None:
     ours = "exported by Headwright" if directory.ours else "of others"
     say(f"{directory.path}: {method.name}, {len(directory.entries)} tensors, {size(directory.bytes)}, {ours}")
     for finding, concerned in together(diagnosis.all()):
-        lines = [f"{finding.level} ({', '.join(concerned)}) {finding.where}: {finding.what}"]
+        names = ", ".join(TITLES.get(engine, engine) for engine in concerned)
+        lines = [f"{finding.level} ({names}) {finding.where}: {finding.what}"]
         lines += [f"    → {finding.so}"] if finding.so else []
         lines += [f"    fix: {finding.fix}"] if finding.fix else []
         say("\n".join(lines))
@@ -212,7 +213,8 @@ def verdict(diagnosis: Diagnosis, contract: Contract) -> str:
     if errors:
         return f"no: {len(errors)} error{'s' if len(errors) > 1 else ''}, first: {errors[0].where} {errors[0].what}"
     warned = [f for f in diagnosis.findings[contract.engine] if f.level == "warning"]
-    return "serves it as it was trained" + (f"; {len(warned)} to know" if warned else "")
+    says = "serves it as it was trained" if contract.proven else "serves it, by its sources (the engine was not run)"
+    return says + (f"; {len(warned)} to know" if warned else "")
 
 
 def as_json(diagnosis: Diagnosis, engines: Sequence[str]) -> dict[str, Any]:

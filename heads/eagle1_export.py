@@ -19,16 +19,17 @@ from headwright.heads.base import Adopted, Case, Drafts, Export, Tables
 from headwright.heads.contract import Contract, Method, Shapes, always
 from headwright.heads.directory import Config
 from headwright.heads.engine_tables import (
+    BIASES,
     SGLANG,
     VERSIONS,
     VLLM,
     extra_in_vllm,
     has_architecture,
-    is_false,
     is_one_of,
     layer_shapes,
     llama_keys,
     llama_rules,
+    no_biases,
     sglang_arguments,
     sglang_line,
     token_map_flag,
@@ -81,6 +82,8 @@ def missing_in_sglang(name: str) -> str:
     """Neither does SGLang's."""
     if name == "fc.bias":
         return "SGLang adds random numbers to every feature (its fc always has a bias), without a word"
+    if "norm" in name:
+        return "SGLang puts ones there without a word"
     return f"SGLang will serve random memory for {name} without a word: accept len 1.00"
 
 
@@ -90,6 +93,7 @@ def launch_sglang(config: Config, target: str, folder: Path, count: int) -> str:
     return sglang_line(target, folder, "EAGLE", dtype, count, tree=True, more=mapped)
 
 
+ONE_LAYER = is_one_of("num_hidden_layers", (1, None), "the engine makes as many layers, of random memory", 1)
 ARGUMENTS = vllm_arguments("eagle")
 IN_VLLM = Contract(
     method="eagle1",
@@ -107,6 +111,8 @@ IN_VLLM = Contract(
         is_one_of(
             "model_type", ("llama",), "vLLM builds another class; it has no other EAGLE-1 layer for this kind", "llama"
         ),
+        ONE_LAYER,
+        *(no_biases(name) for name in BIASES),
         *llama_rules(VLLM),
     ),
 )
@@ -124,9 +130,8 @@ IN_SGLANG = Contract(
     keys=(
         has_architecture((ARCHITECTURES[SGLANG],), "SGLang builds a whole model instead of a head, and stops"),
         is_one_of("model_type", ("llama",), "SGLang reads another config", "llama"),
-        is_false("bias", "SGLang then expects biases in the attention too, and leaves random memory there"),
-        is_false("attention_bias", "SGLang then expects biases in the attention, and leaves random memory there"),
-        *llama_rules(SGLANG),
+        ONE_LAYER,
+        *llama_rules(SGLANG, "SGLang stops: AttributeError", "error"),
     ),
     shape="tree",
     arguments=sglang_arguments("EAGLE"),

@@ -41,9 +41,7 @@ class Config(StepwiseConfig):
     norm_before_residual: Annotated[bool, "the residual is the normed feature; vLLM only"] = False
     qk_norm: Annotated[bool, "norm every head's queries and keys, as Qwen3 does; vLLM only"] = False
     layers: Annotated[int, "decoder layers; those after the first read the stream alone", Ge(1)] = 1
-    window: Annotated[int | None, "tokens that the head sees; null: all. Served by vLLM with qk_norm only", Gt(1)] = (
-        None
-    )
+    window: Annotated[int | None, "tokens that the head sees; null: all. vLLM only", Gt(1)] = None
     lm_head: Annotated[
         Literal["own", "shared"], "own: starts as the target's rows and is trained; shared: stays these"
     ] = "own"

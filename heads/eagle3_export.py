@@ -85,10 +85,6 @@ def refuse_unservable(head: "Head", engine: str) -> None:
             raise UserError(
                 f"export: SGLang does not compute head.{only[0]}: export.engines=[vllm] writes a directory for vLLM"
             )
-    elif config.window is not None and not config.qk_norm:
-        raise UserError(
-            "export: vLLM reads a sliding window of Qwen3-style heads only (head.qk_norm): train with both or neither"
-        )
 
 
 def tensors_of(head: "Head") -> dict[str, Tensor]:

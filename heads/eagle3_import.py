@@ -15,7 +15,7 @@ from headwright.heads.contract import WEIGHTS, Change, Method
 from headwright.heads.directory import Config, Directory
 from headwright.heads.eagle3_plain import PlainEagle3
 from headwright.heads.eagle3_speculators import SPECULATORS, flat
-from headwright.heads.eagle3_tables import CONTRACTS, FLAGS, IDS, read_config, spelled, spelled_freely, usual
+from headwright.heads.eagle3_tables import CONTRACTS, FLAGS, IDS, read_config, spelled, spelled_freely, usual, window_of
 from headwright.heads.engine_tables import unlike_target
 
 MARKS = {"midlayer.hidden_norm.weight", "d2t", "t2d"}
@@ -68,7 +68,7 @@ def adopt(config: Config, tensors: dict[str, Tensor], spec: TargetSpec, shared: 
         "layers": layers,
         "lm_head": "own" if "lm_head.weight" in tensors else "shared",
         "embeddings": "own" if own else "shared",
-        "window": config.get("sliding_window") if config.get("use_sliding_window") else None,
+        "window": window_of(config),
     }
     options |= unlike_target(config, spec)
     ids_W = torch.arange(W) + tensors["d2t"].long() if "d2t" in tensors else torch.arange(W)

@@ -58,9 +58,17 @@ def inside(path: str, name: str) -> Any:
 
 
 def four_states(config: Config, spec: TargetSpec | None) -> str | None:
-    """vLLM 0.32 sizes fc of a Llama head for three states here, and does not read more (its issue 54526)."""
-    count, kind = len(config.get(IDS) or (0, 0, 0)), (config.get("transformer_layer_config") or {}).get("model_type")
-    return f"the head fuses {count} states" if count != 3 and kind == "llama" else None
+    """vLLM 0.32 sizes fc of a Llama head for three states, unless the layer's own keys count them (its issue 54526)."""
+    layer = config.get("transformer_layer_config") or {}
+    count, told = len(config.get(IDS) or (0, 0, 0)), layer.get("num_aux_hidden_states")
+    return f"the head fuses {count} states" if count != (told or 3) and layer.get("model_type") == "llama" else None
+
+
+def counted_states(config: Config, spec: TargetSpec | None) -> Config:
+    """With the count where vLLM finds it."""
+    return {
+        "transformer_layer_config": config["transformer_layer_config"] | {"num_aux_hidden_states": len(config[IDS])}
+    }
 
 
 def residual_unsaid(config: Config, spec: TargetSpec | None) -> str | None:
@@ -98,7 +106,8 @@ SPECULATORS = Contract(
             "num_aux_hidden_states",
             four_states,
             "vLLM 0.32 makes fc for three states and stops (its issue 54526)",
-            "three taps, or head.qk_norm; the formats portable and vllm carry more",
+            "write num_aux_hidden_states into transformer_layer_config",
+            counted_states,
         ),
         Key(
             "norm_before_residual",
@@ -115,8 +124,8 @@ SPECULATORS = Contract(
 
 def speculators_config(config: Config, target: TargetSpec, name: str, count: int) -> Config:
     """The same head in speculators' format. Only its reader in vLLM 0.32 wants a whole config of the layer."""
-    own = ("draft_vocab_size", "target_hidden_size", *FLAGS, IDS, "dtype", "torch_dtype")
-    layer = {key: value for key, value in config.items() if key not in (*own, "eagle_config", "num_aux_hidden_states")}
+    own = ("draft_vocab_size", "target_hidden_size", *FLAGS, IDS, "dtype", "torch_dtype", "eagle_config")
+    layer = {key: value for key, value in config.items() if key not in own}
     layer["architectures"] = ["Qwen3ForCausalLM" if config["model_type"] == "qwen3" else "LlamaForCausalLM"]
     method = {
         "proposal_type": "greedy",

@@ -11,9 +11,11 @@ from headwright.data.target import TargetSpec
 from headwright.heads.contract import Contract, Key, Shapes, always
 from headwright.heads.directory import Config
 from headwright.heads.engine_tables import (
+    BIASES,
     LLAMA_CPP,
     SGLANG,
     TENSORRT,
+    TIED,
     VERSIONS,
     VLLM,
     extra_in_vllm,
@@ -22,6 +24,7 @@ from headwright.heads.engine_tables import (
     is_one_of,
     layer_shapes,
     llama_rules,
+    no_biases,
     sglang_arguments,
     sglang_line,
     vllm_arguments,
@@ -63,8 +66,8 @@ def shapes_of(config: Config) -> Shapes:
         shapes |= {f"{name}.input_layernorm.weight": (H,), f"{name}.hidden_norm.weight": (H,)}
         if config.get("model_type") == "qwen3":
             shapes |= {f"{name}.self_attn.{part}_norm.weight": (config["head_dim"],) for part in "qk"}
-    if W is not None:
-        shapes["lm_head.weight"] = (W, H)
+    if W is not None or H != D:
+        shapes["lm_head.weight"] = (W or V, H)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{k}.weight": (D,) for k in range(taps)}
     if config["norm_before_fc"]:
@@ -87,10 +90,15 @@ def spare_for(engine: str, config: Config) -> Shapes:
     spare: Shapes = {"embed_tokens.weight": (V, H)} if config["target_hidden_size"] == H else {}
     unused = "hidden_norm" if engine == VLLM else "input_layernorm"
     spare |= {f"layers.{number}.{unused}.weight": (H,) for number in range(1, config["num_hidden_layers"])}
-    if W in (None, V):
+    if engine == SGLANG:  # a number asks for an lm_head, null has the target's put in its place
+        return spare | {"t2d": (V,)}
+    if W in (None, V) and config["target_hidden_size"] == H:
         spare["lm_head.weight"] = (V, H)
-    if W is None or W == V:
-        return spare
+    if engine == VLLM and config.get("attention_bias"):
+        rows = {
+            name: shape[0] for name, shape in shapes_of(config).items() if ".self_attn." in name and len(shape) == 2
+        }
+        spare |= {f"{name.removesuffix('weight')}bias": (count,) for name, count in rows.items()}
     return spare | {"t2d": (V,)}
 
 
@@ -111,7 +119,9 @@ def missing_in_vllm(name: str) -> str:
     if "norm" in name:
         return "vLLM puts ones there without a word"
     if name == "embed_tokens.weight":
-        return "widths differ, so that vLLM cannot share the target's: it stops"
+        return "widths differ, so that the target's cannot be shared: random memory without a word, or vLLM stops"
+    if name == "lm_head.weight":
+        return "vLLM drafts with the first rows of the target's lm_head, whatever the head means: τ = 1.0"
     return "vLLM serves uninitialised memory there without a word: τ = 1.0"
 
 
@@ -119,6 +129,8 @@ def missing_in_sglang(name: str) -> str:
     """SGLang never reports a missing tensor."""
     if name == "d2t":
         return "SGLang takes draft ids for target ids: τ falls, nothing is said"
+    if "norm" in name:
+        return "SGLang puts ones there without a word"
     return f"SGLang will serve random memory for {name} without a word: accept len 1.00"
 
 
@@ -144,7 +156,7 @@ def layer_ids(engine: str) -> Key:
             return f"stands at the top level only ({top})"
         if not top and not nested and count != 3:
             return f"is missing, and the head fuses {count} states"
-        return beyond(top, spec) if top else None
+        return beyond(top, spec, engine) if top else None
 
     def right(config: Config, spec: TargetSpec | None) -> Config:
         top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
@@ -163,11 +175,13 @@ def usual(spec: TargetSpec) -> list[int]:
     return [2, spec.num_layers // 2, spec.num_layers - 3]
 
 
-def beyond(taps: Sequence[int], spec: TargetSpec | None) -> str | None:
-    """Taps that a target does not have."""
-    if spec is None or taps[-1] <= spec.num_layers:
+def beyond(taps: Sequence[int], spec: TargetSpec | None, engine: str) -> str | None:
+    """Taps that a target does not have, or an engine never captures: SGLang and llama.cpp read the input of a layer."""
+    if spec is None or taps[-1] <= spec.num_layers - (engine != VLLM):
         return None
-    return f"{list(taps)}: the target has {spec.num_layers} layers"
+    return f"{list(taps)}: the target has {spec.num_layers} layers" + (
+        ", the last output is not captured" if engine != VLLM else ""
+    )
 
 
 def other_taps(config: Config, spec: TargetSpec | None) -> str | None:
@@ -184,7 +198,10 @@ def other_taps(config: Config, spec: TargetSpec | None) -> str | None:
 def count_of_states(config: Config, spec: TargetSpec | None) -> str | None:
     """num_aux_hidden_states, which sizes fc."""
     ids = ids_of(config)
-    if config.get("num_aux_hidden_states") is None and ids is not None and len(ids) != 3:
+    counted = (
+        config.get("num_aux_hidden_states") is not None or config.get("model_type") == "qwen3"
+    )  # that class counts ids
+    if not counted and ids is not None and len(ids) != 3:
         return f"is missing, and the head fuses {len(ids)} states"
     return None
 
@@ -212,18 +229,43 @@ def null_width(config: Config, spec: TargetSpec | None) -> str | None:
     return "is null" if "target_hidden_size" in config and config["target_hidden_size"] is None else None
 
 
+def window_of(config: Config) -> int | None:
+    """Tokens that the layers see, as vLLM reads it. Of a Qwen3 config transformers drops a window that is not switched on."""
+    if "sliding_attention" not in (config.get("layer_types") or ()):
+        return None
+    on = config.get("use_sliding_window") or config.get("model_type") != "qwen3"
+    return config.get("sliding_window") if on else None
+
+
 def window_unread(config: Config, spec: TargetSpec | None) -> str | None:
-    """transformers drops the window of a Qwen3 config that does not switch it on."""
+    """A window that is not switched on."""
     windowed = config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or ())
-    return "is missing or false beside sliding_window" if windowed and not config.get("use_sliding_window") else None
+    return "is missing or false beside sliding_window" if windowed and window_of(config) is None else None
+
+
+def windowed(config: Config, spec: TargetSpec | None) -> str | None:
+    """A head that sees a window only."""
+    return f"the head sees {window_of(config)} tokens" if window_of(config) else None
+
+
+CLASSES = (LLAMA, "Eagle3LlamaForCausalLM", QWEN3, "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+def no_class(config: Config, spec: TargetSpec | None) -> str | None:
+    """A class of vLLM's is named."""
+    found = config.get("architectures") or []
+    return None if any(name in CLASSES for name in found) else f"{found or 'missing'}: none of {', '.join(CLASSES)}"
+
+
+def class_of(config: Config, spec: TargetSpec | None) -> Config:
+    """The class of the layer."""
+    return {"architectures": [QWEN3 if config.get("model_type") == "qwen3" else LLAMA]}
 
 
 def vllm_rules() -> tuple[Key, ...]:
     """vLLM's reading of config.json."""
     return (
-        has_architecture(
-            (LLAMA, "Eagle3LlamaForCausalLM", QWEN3, "LlamaForCausalLM"), "vLLM stops: EagleLlamaModel is not supported"
-        ),
+        Key("architectures", no_class, "vLLM stops: no such class", "name one", class_of),
         is_one_of("model_type", ("llama", "qwen3"), "vLLM builds another class, or stops"),
         Key(
             "use_sliding_window",
@@ -242,6 +284,14 @@ def vllm_rules() -> tuple[Key, ...]:
         ),
         Key(IDS, other_taps, "other states than in training, without a word", "write the taps", trained_taps),
         Key("draft_vocab_size", no_draft_vocabulary, "SGLang stops without it", "write it", vocab_of, "note"),
+        Key(
+            "target_hidden_size",
+            null_width,
+            "vLLM stops: TypeError",
+            "leave the key out",
+            lambda config, spec: {"target_hidden_size": config["hidden_size"]},
+        ),
+        *(no_biases(name) for name in BIASES),
         *llama_rules(VLLM),
     )
 
@@ -254,8 +304,9 @@ def trained_taps(config: Config, spec: TargetSpec | None) -> Config:
 
 
 def vocab_of(config: Config, spec: TargetSpec | None) -> Config:
-    """The whole vocabulary."""
-    return {"draft_vocab_size": config.get("vocab_size")}
+    """The whole vocabulary: null for the target's lm_head, a number for the head's own."""
+    own = "lm_head.weight" in config.get("tensor_names", ())
+    return {"draft_vocab_size": config.get("vocab_size") if own else None}
 
 
 def sglang_rules() -> tuple[Key, ...]:
@@ -275,10 +326,15 @@ def sglang_rules() -> tuple[Key, ...]:
         is_false(
             "norm_before_residual", "SGLang does not read it: the residual is another than in training", mend=False
         ),
-        is_false("use_sliding_window", "SGLang does not read it: the head sees more than in training", mend=False),
+        Key(
+            "sliding_window",
+            windowed,
+            "SGLang does not read it: the head sees more than in training",
+            "serve with vLLM",
+        ),
         layer_ids(SGLANG),
         Key(IDS, other_taps, "other states than in training, without a word", "write the taps", trained_taps),
-        *llama_rules(SGLANG),
+        *llama_rules(SGLANG, f"SGLang: {TIED}", "error"),
     )
 
 
@@ -384,7 +440,12 @@ CONTRACTS = (
         arguments=sglang_arguments("EAGLE3"),
     ),
     contract(
-        TENSORRT, tensorrt_rules(), launch_tensorrt, missing_elsewhere, always("TensorRT-LLM stops at an unknown name")
+        TENSORRT,
+        tensorrt_rules(),
+        launch_tensorrt,
+        missing_elsewhere,
+        always("TensorRT-LLM stops at an unknown name"),
+        proven=False,
     ),
     contract(
         LLAMA_CPP,
@@ -392,5 +453,6 @@ CONTRACTS = (
         launch_llama_cpp,
         missing_elsewhere,
         always("the converter stops at an unknown name"),
+        proven=False,
     ),
 )

@@ -69,11 +69,13 @@ def with_defaults(config: Config) -> Config:
 
 
 def rope_of(config: Config) -> dict[str, Any]:
-    """The rotary parameters of a config, by either spelling; the new one wins."""
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    rope = {"rope_type": old.get("type", "default"), "rope_theta": config.get("rope_theta") or THETA} | old | new
-    rope.pop("type", None)
-    return {key: value for key, value in rope.items() if value is not None}
+    """The rotary parameters of a config as transformers reads them: a rope_scaling that is not null wins over rope_parameters,
+    whose base wins over rope_theta.
+    """
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kind = rope.pop("type", None)
+    found = {"rope_type": kind or "default", "rope_theta": config.get("rope_theta") or THETA} | rope
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def layer_shapes(config: Config, name: str, inputs: int) -> Shapes:
@@ -114,8 +116,8 @@ def unlike_target(config: Config, spec: TargetSpec) -> dict[str, Any]:
 
 
 def extra_in_vllm(name: str) -> str:
-    """Its loaders stop at names that they do not know, biases excepted."""
-    if name.endswith(".bias"):
+    """Its loaders stop at names that they do not know, but for biases and a norm before fc."""
+    if name.endswith(".bias") or name.startswith("input_norm"):
         return "vLLM drops it without a word: it computes another head than was trained"
     return "vLLM stops: no module or parameter of that name"
 
@@ -147,6 +149,21 @@ def is_false(name: str, so: str, level: Any = "error", mend: bool = True) -> Key
 def off(name: str) -> Any:
     """Switch a key off."""
     return lambda config, spec: {name: False}
+
+
+def no_biases(name: str) -> Key:
+    """vLLM makes biases where a config asks for them, and the file has none."""
+
+    def wrong(config: Config, spec: TargetSpec | None) -> str | None:
+        there = any(found.endswith("_proj.bias") for found in config.get("tensor_names", ()))
+        return "is true, and there are no biases in the file" if config.get(name) and not there else None
+
+    return Key(
+        name, wrong, "vLLM adds uninitialised memory to every projection, without a word", "set it to false", off(name)
+    )
+
+
+BIASES = ("attention_bias", "bias", "qkv_bias", "mlp_bias")
 
 
 def has_architecture(names: Sequence[str], so: str) -> Key:
@@ -208,7 +225,7 @@ def other_rotation(config: Config, spec: TargetSpec | None) -> str | None:
 
 
 def two_rotations(config: Config, spec: TargetSpec | None) -> str | None:
-    """The old and the new spelling, where both are there, say the same. SGLang prefers an old scaling, vLLM the new one."""
+    """The old and the new spelling, where both are there, say the same."""
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     theta, kind = config.get("rope_theta"), new.get("rope_type", "default")
     if not new or (theta is None and not old):
@@ -248,6 +265,12 @@ def full_precision(config: Config, spec: TargetSpec | None) -> str | None:
     return "is float32" if found == "float32" else None
 
 
+def other_dtype(config: Config, spec: TargetSpec | None) -> str | None:
+    """Head and target in one dtype."""
+    found = config.get("dtype") or config.get("torch_dtype")
+    return f"is {found}, the target's is {spec.dtype}" if spec and found and found != spec.dtype else None
+
+
 def dtype_of_target(config: Config, spec: TargetSpec | None) -> Config:
     """Both spellings."""
     name = config.get("dtype") or config.get("torch_dtype") or (spec.dtype if spec else "bfloat16")
@@ -260,12 +283,15 @@ def both_dtypes(config: Config, spec: TargetSpec | None) -> str | None:
     return f"{lacks[0]} is missing" if len(lacks) == 1 else None
 
 
-def llama_rules(engine: str) -> tuple[Key, ...]:
-    """Rules about the keys of every head with a Llama layer."""
-    context = {
-        SGLANG: "SGLang refuses to start",
-        VLLM: "long texts draft badly; vLLM before the fix of its issue 48894 reads beyond its tables",
-    }.get(engine, "long texts draft badly")
+TIED = "the head's lm_head is thrown away, and drafts are made with rows of the embedding"
+CONTEXT = {
+    SGLANG: "SGLang refuses to start",
+    VLLM: "vLLM stops drafting beyond it; before the fix of its issue 48894 it reads beyond its tables",
+}
+
+
+def llama_rules(engine: str, tied: str = "", tied_level: Any = "warning") -> tuple[Key, ...]:
+    """Rules about the keys of every head with a Llama layer. `tied`: what the engine makes of tied embeddings."""
     rules = [
         Key("sizes", sizes_are_there, f"{engine} builds another model, or none"),
         Key(
@@ -278,7 +304,7 @@ def llama_rules(engine: str) -> tuple[Key, ...]:
         Key(
             "max_position_embeddings",
             short_context,
-            context,
+            CONTEXT.get(engine, "long texts draft badly"),
             "write the target's",
             lambda config, spec: {"max_position_embeddings": spec.max_positions} if spec else {},
         ),
@@ -307,12 +333,10 @@ def llama_rules(engine: str) -> tuple[Key, ...]:
         Key(
             "tie_word_embeddings",
             lambda config, spec: "is true, must be false" if config.get("tie_word_embeddings") else None,
-            "SGLang throws the head's lm_head away and drafts with rows of the embedding"
-            if engine == SGLANG
-            else f"{engine} does not honour it for a head",
+            tied or f"{engine} does not honour it for a head",
             "set it to false",
             off("tie_word_embeddings"),
-            "error" if engine == SGLANG else "warning",
+            tied_level,
         ),
     ]
     if engine == SGLANG:
@@ -329,6 +353,13 @@ def llama_rules(engine: str) -> tuple[Key, ...]:
                 full_precision,
                 "SGLang runs such a head in float16, unless it is started with --dtype",
                 "export in the target's dtype, or start with --dtype float32",
+                level="warning",
+            ),
+            Key(
+                "dtype",
+                other_dtype,
+                "SGLang computes head and target in one dtype each: states of another stop it",
+                "start with --dtype, as the launch line does, or export in the target's",
                 level="warning",
             ),
         ]

@@ -44,7 +44,8 @@ def examine_directory(
 
 def by_table(directory: Directory, method: Method, contract: Contract, spec: TargetSpec | None) -> Iterator[Finding]:
     """Keys, then tensors; their shapes by what a config would say if it left nothing out."""
-    config = directory.config | ({"trained_taps": directory.ours["taps"]} if "taps" in directory.ours else {})
+    config = directory.config | {"tensor_names": {contract.spells(name) for name in directory.entries}}
+    config |= {"trained_taps": directory.ours["taps"]} if "taps" in directory.ours else {}
     try:
         yield from check_config(contract, config, spec)
         yield from check_names(contract, method.infer(directory.config, directory.entries), directory.entries)

@@ -171,13 +171,13 @@ def written_dtype(run: RunConfig, head: DraftHead) -> torch.dtype:
 
 
 def filled(export: Export, target: Target) -> Export:
-    """With the target's own rows where the format wants them in the file."""
+    """With the target's own rows where the format wants them in the file, and rows of all tokens where it wants all."""
     rows = {name: target.lm_head.weight[ids] * target.logit_scale for name, ids in export.from_target.items()}
-    if export.own_rows is not None:
-        rows = {
-            name: whole.index_copy(0, export.own_rows, export.tensors[name].to(whole)) for name, whole in rows.items()
-        }
-    return replace(export, tensors=export.tensors | rows)
+    tensors = export.tensors | rows
+    for name, ids in export.spread.items():
+        whole = tensors[name].new_zeros(export.shapes[name])
+        tensors[name] = whole.index_copy(0, ids.to(whole.device), tensors[name])
+    return replace(export, tensors=tensors)
 
 
 def keeps(name: str) -> bool:

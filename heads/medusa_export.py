@@ -96,9 +96,8 @@ def cut(config: Config, spec: TargetSpec | None) -> str | None:
 
 
 def no_vocabulary(config: Config, spec: TargetSpec | None) -> str | None:
-    """hidden_size and vocab_size, which old configs leave out."""
-    lacks = [key for key in ("hidden_size", "vocab_size") if not isinstance(config.get(key), int)]
-    return f"{', '.join(lacks)} missing: vLLM assumes 4096 and 32001" if lacks else None
+    """hidden_size, which old configs leave out. vLLM takes the vocabulary from the target."""
+    return None if isinstance(config.get("hidden_size"), int) else "is missing: vLLM assumes 4096"
 
 
 def targets_sizes(config: Config, spec: TargetSpec | None) -> Config:
@@ -116,6 +115,13 @@ def arguments(config: Config, target: str, folder: Path, count: int) -> dict[str
     return vllm_arguments("medusa")(config, target, folder, min(count, read_config(config)["num_heads"]))
 
 
+def missing_in_vllm(name: str) -> str:
+    """vLLM counts what its heads were given, lm_heads excepted."""
+    if name.startswith("lm_head"):
+        return "vLLM serves uninitialised memory there without a word: nothing is accepted"
+    return "vLLM stops: weights were not initialized from checkpoint"
+
+
 CONTRACT = Contract(
     method="medusa",
     engine=VLLM,
@@ -125,18 +131,17 @@ CONTRACT = Contract(
     spells=spelled,
     launch=vllm_line(arguments),
     arguments=arguments,
-    missing=lambda name: "vLLM stops when it loads the heads",
+    missing=missing_in_vllm,
     extra=always("vLLM drops it without a word"),
     keys=(
         is_one_of("model_type", ("medusa",), "vLLM reads another config", "medusa"),
-        Key("architectures", lambda config, spec: None, ""),
         Key(
             "num_heads",
             renamed_over,
             "vLLM takes the one that comes last",
             "leave all but num_heads and num_hidden_layers",
         ),
-        Key("hidden_size", no_vocabulary, "vLLM stops at the shapes", "write both", targets_sizes),
+        Key("hidden_size", no_vocabulary, "vLLM stops at the shapes", "write it", targets_sizes),
         Key("vocab_size", other_tokens, "vLLM writes the target's there, and stops at the shapes", "its own target"),
         Key("hidden_size", other_width, "vLLM stops at the first draft", "use these heads with their own target"),
         Key(
@@ -169,21 +174,17 @@ def export_medusa(head: "Head", engine: str) -> Export:
         number, block, _, kind = name.split(".")
         tensors[f"blocks.{number}.layers.{block}.{kind}"] = tensor
     tensors |= {f"lm_heads.{name}": tensor for name, tensor in head.lm_heads.state_dict().items()}
-    export = Export(
+    names = ["lm_heads.0.weight"] if shared else [name for name in tensors if name.startswith("lm_heads.")]
+    return Export(
         tensors,
         config,
         shapes_of(read_config(config)),
-        lambda folder: PlainMedusa(*written(folder), ids_W),
+        PlainMedusa.read,
         (CONTRACT,),
+        from_target=dict.fromkeys(names, ids_W) if shared else {},
+        spread={} if head.vocab.full else dict.fromkeys(names, ids_W),
         warnings=notes(head),
     )
-    everything = torch.arange(head.spec.vocab_size)
-    if shared:
-        export.from_target = {"lm_heads.0.weight": everything}
-    elif not head.vocab.full:
-        export.from_target = {f"lm_heads.{number}.weight": everything for number in range(len(head.lm_heads))}
-        export.own_rows = ids_W
-    return export
 
 
 def notes(head: "Head") -> list[str]:
@@ -191,8 +192,8 @@ def notes(head: "Head") -> list[str]:
     found = []
     if not head.vocab.full:
         found.append(
-            "vLLM 0.32 loads no Medusa heads of a reduced vocabulary: the other rows are the target's. These heads were "
-            f"measured over {len(head.vocab)} tokens; vLLM drafts over all {head.spec.vocab_size}"
+            "vLLM 0.32 loads no Medusa heads of a reduced vocabulary: the rows of other tokens are written as zeros, and each "
+            f"lm_head takes the room of {head.spec.vocab_size} tokens for {len(head.vocab)}"
         )
     if head.changes_target() is not None:
         found.append(
@@ -216,17 +217,19 @@ def medusa_config(head: "Head") -> dict[str, Any]:
 
 
 class PlainMedusa:
-    """An independent reader: plain tensors, nothing of the trainer's module. `ids_W`: the tokens that it is compared over, of
-    heads that span more.
+    """An independent reader: plain tensors, nothing of the trainer's module. It drafts over all rows, as vLLM does; its
+    log-probabilities are over those that are not zeros.
     """
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], ids_W: Tensor | None = None):
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]):
         self.config, self.w = config, tensors
-        kept = tensors.get("token_map")
-        self.rows_W = ids_W if kept is None else None
-        self.ids_W = torch.arange(len(tensors["lm_heads.0.weight"])) if kept is None else kept
-        if self.rows_W is not None:
-            self.ids_W = self.rows_W
+        self.ids_W = tensors.get("token_map", torch.arange(len(tensors["lm_heads.0.weight"])))
+        self.known_W = known_rows(tensors)
+
+    @classmethod
+    def read(cls, folder: Path) -> "PlainMedusa":
+        """A written directory."""
+        return cls(*written(folder))
 
     def draft(self, tables: Tables, case: Case, count: int) -> Drafts:
         """Each head's first choice."""
@@ -234,7 +237,7 @@ class PlainMedusa:
         for number in range(min(count, self.config["num_heads"])):
             logits = self.lm_head(number) @ self.blocks(number, case.last_TD[-1])
             best = int(logits.argmax())
-            scores.append(scores[-1] + float(logits.log_softmax(-1)[best]))
+            scores.append(scores[-1] + float(logits[best] - logits[self.known_W].logsumexp(-1)))
             tokens.append(int(self.ids_W[best]))
         return Drafts(tokens, scores[1:])
 
@@ -250,11 +253,16 @@ class PlainMedusa:
 
     def lm_head(self, number: int) -> Tensor:
         """Rows of its lm_head [W, D]."""
-        weight = self.w[f"lm_heads.{0 if self.config['original_lm_head'] else number}.weight"].float()
-        return weight if self.rows_W is None else weight[self.rows_W]
+        return self.w[f"lm_heads.{0 if self.config['original_lm_head'] else number}.weight"].float()
 
 
 # Reading
+
+
+def known_rows(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The rows of lm_heads that are not zeros in all of them: the tokens that the heads learned."""
+    heads = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
+    return torch.nonzero(torch.stack([head.any(1) for head in heads]).any(0))[:, 0]
 
 
 def knows(config: Config, names: Iterable[str]) -> bool:
@@ -276,16 +284,16 @@ def adopt(config: Config, tensors: dict[str, Tensor], spec: TargetSpec, shared: 
     """Heads of ours from a plain directory."""
     count, blocks = config["num_heads"], config["num_hidden_layers"]
     bias = "blocks.0.layers.0.bias" in tensors
-    own = not config["original_lm_head"]
+    own, known_W = not config["original_lm_head"], known_rows(tensors)
     state: dict[str, Tensor] = {}
     for head in range(count):
         for block in range(blocks):
             for part in ("weight", "bias") if bias else ("weight",):
                 state[f"heads.{head}.{block}.linear.{part}"] = tensors[f"blocks.{head}.layers.{block}.{part}"]
         if own:
-            state[f"lm_heads.{head}.weight"] = tensors[f"lm_heads.{head}.weight"]
+            state[f"lm_heads.{head}.weight"] = tensors[f"lm_heads.{head}.weight"][known_W]
     options = {"kind": "medusa", "steps": count, "blocks": blocks, "bias": bias, "lm_head": "own" if own else "shared"}
-    ids_W = tensors["token_map"].long() if "token_map" in tensors else torch.arange(spec.vocab_size)
+    ids_W = tensors["token_map"].long()[known_W] if "token_map" in tensors else known_W
     return Adopted(options, state, (spec.num_layers,), ids_W)
 
 

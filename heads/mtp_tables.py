@@ -72,21 +72,21 @@ def count_of(config: Config) -> int:
 def uncounted(config: Config, spec: TargetSpec | None) -> str | None:
     """A key that tells engines of the modules."""
     text = config.get("text_config") or config
+    if config.get(FAMILY) == "qwen":  # one is assumed
+        return None
     return None if any(text.get(key) for key in COUNTS) else f"is missing (or {', '.join(COUNTS[1:])})"
 
 
-def alone(config: Config, spec: TargetSpec | None) -> str | None:
-    """vLLM takes the modules out of the target's checkpoint."""
-    return "the modules without their checkpoint" if ALONE in config else None
-
-
 RULES = (Key(COUNTS[0], uncounted, "the engine finds no MTP module", "write how many there are"),)
-STITCH = Key("config", alone, "vLLM loads them from the target's own checkpoint only", "export as stitched")
 
 
 def arguments(config: Config, target: str, folder: Path, count: int) -> dict[str, Any]:
-    """The checkpoint is the target."""
-    return {"model": str(folder), "speculative_config": {"method": "mtp", "num_speculative_tokens": count}}
+    """The checkpoint is the target; modules alone go beside it. Beyond their number drafts must be a multiple of it."""
+    modules = count_of(config)
+    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": max(count // modules, 1) * modules}
+    if ALONE not in config:
+        return {"model": str(folder), "speculative_config": speculative}
+    return {"model": target, "speculative_config": speculative | {"model": str(folder)}}
 
 
 VLLM_ARGUMENTS: Arguments = arguments
@@ -113,6 +113,7 @@ def table(engine: str, keys: tuple[Key, ...], launch: Any, missing: str, **more:
         missing=always(missing),
         extra=always(""),
         closed=False,
+        proven=False,
         keys=keys,
         **more,
     )
@@ -121,21 +122,21 @@ def table(engine: str, keys: tuple[Key, ...], launch: Any, missing: str, **more:
 CONTRACTS = (
     table(
         VLLM,
-        (STITCH, *RULES),
+        RULES,
         vllm_line(VLLM_ARGUMENTS),
-        "vLLM stops: the weight was not loaded",
+        "vLLM stops, or serves uninitialised memory there without a word",
         arguments=VLLM_ARGUMENTS,
     ),
     table(SGLANG, RULES, launch_sglang, "SGLang will serve random memory there without a word: accept len 1.00"),
 )
 
 
-ENGINES_OF = {"native": (SGLANG,), "stitched": (VLLM, SGLANG)}
+ENGINES = ("native", "stitched")
 
 
 def export_native(head: "Head", engine: str) -> Export:
     """native: the checkpoint's MTP tensors alone, trained. stitched: a copy of the whole checkpoint with them in place."""
-    if engine not in ENGINES_OF or not head.config.native:
+    if engine not in ENGINES or not head.config.native:
         raise UserError(
             f"export.engines {engine!r}: MTP heads export as: mimo, ernie; those that began as a checkpoint's own (head.start "
             "native) as: native, stitched"
@@ -149,7 +150,6 @@ def export_native(head: "Head", engine: str) -> Export:
         shapes,
         lambda folder: NativeReader(head, folder),
         CONTRACTS,
-        ENGINES_OF[engine],
         into=source if engine == "stitched" else None,
         shares=False,
     )

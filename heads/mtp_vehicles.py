@@ -22,7 +22,6 @@ from headwright.heads.engine_tables import (
     SGLANG,
     VERSIONS,
     VLLM,
-    extra_in_vllm,
     has_architecture,
     is_one_of,
     layer_shapes,
@@ -83,27 +82,60 @@ def same_layer(config: Config, spec: TargetSpec | None) -> str | None:
     return f"another layer than the target's: {', '.join(other)}" if other else None
 
 
+TYPED = ("Qwen2", "Qwen3", "Gemma", "SmolLM3", "GptOss", "Cohere2")  # families whose configs list layer_types
+
+
+def typed_layers(config: Config, spec: TargetSpec | None) -> str | None:
+    """vLLM's ERNIE layer looks itself up in the target's list of layers, and is not in it."""
+    return f"{spec.architecture} lists its layers' types" if spec and spec.architecture.startswith(TYPED) else None
+
+
+def stretched(config: Config, spec: TargetSpec | None) -> str | None:
+    """vLLM rotates by the target's own parameters."""
+    return "the target's are dynamic" if spec and spec.rope["rope_type"] == "dynamic" else None
+
+
+VLLMS = (
+    Key(
+        "rope_parameters",
+        stretched,
+        "vLLM turns the module by angles that it was not trained with",
+        "the format eagle3",
+    ),
+)
+
+
 def rules(engine: str, architecture: str, kind: str) -> tuple[Key, ...]:
     """Of both vehicles."""
+    mixed = (Key("target", typed_layers, "vLLM stops: AssertionError", "the vehicle mimo"),)
     alike = "vLLM builds the layer from the target's own sizes, and stops at the shapes"
     mimo = (Key("head_dim", heads_fill_width, "MiMo's layer has no head_dim: other shapes", "the vehicle ernie"),)
+    built = (
+        Key("sizes", same_layer, alike, "train the head for this target"),
+        *(mimo if kind == "qwen2" else ()),
+        *VLLMS,
+    )
     return (
         has_architecture((architecture,), f"{engine} takes the directory for another kind of head, and stops"),
         is_one_of("model_type", (kind,), f"{engine} reads another config", kind),
         is_one_of(TARGET_KEY, (1,), "the engine finds no MTP layer", 1),
-        Key("sizes", same_layer, alike, "train the head for this target"),
-        *(mimo if kind == "qwen2" else ()),
+        *(built if engine == VLLM else ()),
+        *(mixed if kind != "qwen2" else ()),
         *llama_rules(engine),
     )
 
 
 def missing_in_vllm(name: str) -> str:
-    """vLLM counts what MTP layers were given."""
-    return "vLLM stops: the weight was not loaded"
+    """vLLM counts what MTP layers were given, but for the projections of attention and MLP."""
+    if ".self_attn." in name or ".mlp." in name:
+        return "vLLM serves uninitialised memory there without a word: τ = 1.0"
+    return "vLLM stops: the weight was not initialized from checkpoint"
 
 
 def missing_in_sglang(name: str) -> str:
     """SGLang does not."""
+    if "norm" in name or name.endswith(".bias"):
+        return f"SGLang puts {'zeros' if name.endswith('.bias') else 'ones'} there without a word"
     return f"SGLang will serve random memory for {name} without a word: accept len 1.00"
 
 
@@ -152,14 +184,27 @@ def vehicle_shapes(config: dict[str, Any], family: Family) -> Shapes:
 
 
 CLASSES = {"mimo": ("MiMoForCausalLM", "qwen2"), "ernie": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")}
+IGNORED = always("vLLM drops it without a word")
 LOST = always("SGLang stops: KeyError, or drops it without a word")
 ARGUMENTS = vllm_arguments("mtp", {TARGET_KEY: 1})  # the target must be told that it has an MTP layer
+
+
+def in_vllm(vehicle: str) -> Contract:
+    """The same for both vehicles."""
+    more = {"extra_level": "warning", "arguments": ARGUMENTS}
+    return contract(VLLM, vehicle, vllm_line(ARGUMENTS), missing_in_vllm, IGNORED, **more)
+
+
 CONTRACTS = {
     "mimo": (
-        contract(VLLM, "mimo", vllm_line(ARGUMENTS), missing_in_vllm, extra_in_vllm, arguments=ARGUMENTS),
+        in_vllm("mimo"),
         contract(SGLANG, "mimo", launch_sglang, missing_in_sglang, LOST, arguments=sglang_arguments("NEXTN")),
     ),
-    "ernie": (contract(VLLM, "ernie", vllm_line(ARGUMENTS), missing_in_vllm, extra_in_vllm, arguments=ARGUMENTS),),
+    "ernie": (
+        contract(
+            VLLM, "ernie", vllm_line(ARGUMENTS), missing_in_vllm, IGNORED, extra_level="warning", arguments=ARGUMENTS
+        ),
+    ),
 }
 
 

@@ -110,6 +110,12 @@ class PlainLlama:
         both = scaling.get("mscale") and scaling.get("mscale_all_dim")
         return (1 + grown * scaling["mscale"]) / (1 + grown * scaling["mscale_all_dim"]) if both else 1 + grown
 
+    def window(self) -> int | None:
+        """Tokens that a row sees; a Qwen3 config must switch it on."""
+        sliding = "sliding_attention" in (self.config.get("layer_types") or ())
+        on = self.config.get("use_sliding_window") or self.config["model_type"] != "qwen3"
+        return self.config.get("sliding_window") if sliding and on else None
+
     def heads_of(self, x: Tensor, name: str, count: int, norm: str | None) -> Tensor:
         """A projection split into heads, normed where the head has such a norm."""
         found = self.linear(x, name).view(len(x), count, self.config["head_dim"])
@@ -125,8 +131,9 @@ class PlainLlama:
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scores = torch.einsum("inw,jnw->nij", q, k) / self.config["head_dim"] ** 0.5
         unseen = positions[None, :] > positions[:, None]
-        if self.config.get("sliding_window") and self.config.get("use_sliding_window"):  # transformers wants both
-            unseen |= positions[None, :] <= positions[:, None] - self.config["sliding_window"]
+        window = self.window()
+        if window is not None:
+            unseen |= positions[None, :] <= positions[:, None] - window
         weights = scores.float().masked_fill(unseen, -torch.inf).softmax(-1).to(v.dtype)
         mixed = torch.einsum("nij,jnw->inw", weights, v).flatten(1)
         middle = residual_TH + self.linear(mixed, f"{attention}.o_proj")

@@ -8,8 +8,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-export venv=.engines/sglang
-log=.engines/sglang.log
 
 # SGLang wants a CUDA build of torch and tens of packages of kernels; its loader, models and EAGLE worker import without them.
 export alone="sglang==${SGLANG_VERSION:-0.5.23} triton==3.9.0 apache-tvm-ffi==0.1.11"
@@ -26,26 +24,5 @@ install() {
     echo '{"heads": [], "context_length": 8, "dtype": "auto"}' | "$venv/bin/python" eval/sglang_side.py
 }
 
-stamp="$venv/.ready-$(echo "$alone $needs" | cksum | cut -d' ' -f1)"
-if [ ! -e "$stamp" ]; then
-  echo "installing ${alone%% *} and what its loader imports, in $venv (some minutes); log: $log"
-  mkdir -p .engines
-  export -f install
-  if ! timeout "${INSTALL_SECONDS:-1200}" bash -c install >"$log" 2>&1; then
-    echo "SGLang cannot be installed; the end of $log:" >&2
-    tail -15 "$log" >&2
-    exit 75
-  fi
-  touch "$stamp"
-fi
-
-export HEADWRIGHT_SGLANG="$PWD/$venv/bin/python"
-export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" TOKENIZERS_PARALLELISM=false
-for argument in "$@"; do
-  if [ "$argument" = --config ]; then
-    source scripts/setup.sh demo
-    exec headwright prove --engine sglang --engine-python "$HEADWRIGHT_SGLANG" "$@"
-  fi
-done
-source scripts/setup.sh demo,dev
-OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 exec python -m pytest -m sglang tests/test_sglang.py "$@"
+engine=sglang packages="$alone $needs"
+source scripts/verify_engine.sh

