@@ -100,6 +100,7 @@ class Contract:
     spells: Callable[[str], str] = str
     optional: Callable[[Config], Shapes] = nothing
     keys: tuple[Key, ...] = ()
+    shares_lm_head: bool = False  # whether every head of this kind drafts with the target's
     proven: bool = True  # whether the table was held against the engine itself, not its sources alone
     closed: bool = True  # whether a tensor that the table does not know is looked at
     shape: str = "chain"  # what the engine drafts: chains or trees
@@ -151,7 +152,7 @@ def check_names(contract: Contract, config: Config, entries: Mapping[str, Entry]
             "a head with it is served otherwise than it was trained: train without"
             if COUNTS.search(name)
             else "leave it out",
-            dropping(names[name]),
+            dropping(names[name], contract.shares_lm_head),
         )
     for name in sorted(set(names) & set(known)):
         yield from check_entry(contract, names[name], name, entries[names[name]], known[name])
@@ -178,12 +179,12 @@ def adding(name: str, tensor: Tensor) -> Callable[[Draft], None]:
     return mend
 
 
-def dropping(name: str) -> Callable[[Draft], None]:
+def dropping(name: str, shared: bool = False) -> Callable[[Draft], None]:
     """Leave a tensor out, unless that would change what the head computes."""
 
     def mend(draft: Draft) -> None:
         zeros = name.endswith(".bias") and name in draft.tensors and not draft.tensors[name].any()
-        if zeros or not COUNTS.search(name):
+        if zeros or not COUNTS.search(name) or (shared and name.endswith("lm_head.weight")):
             draft.tensors.pop(name, None)
 
     return mend

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwright.configs import UserError, reason
 from headwright.configs.console import size
+from headwright.heads.values import refuse_strange
 
 Config = dict[str, Any]
 INDEX = "model.safetensors.index.json"
@@ -59,6 +60,7 @@ class Directory:
         if not path.is_dir():
             raise UserError(f"{path}: no such directory")
         config = read_json(path / "config.json")
+        refuse_strange(path / "config.json", config)
         return cls(path, config, read_entries(path))
 
     @cached_property
@@ -84,7 +86,11 @@ class Directory:
     def ours(self) -> dict[str, Any]:
         """What an export of ours wrote beside the weights; empty in other directories."""
         path = self.path / "headwright.json"
-        return read_json(path) if path.is_file() else {}
+        found = read_json(path) if path.is_file() else {}
+        for key in ("tensors", "config", "measured", "target"):
+            if not isinstance(found.get(key) or {}, dict):
+                raise UserError(f"{path}: {key} is no object: not written by Headwright")
+        return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -136,10 +142,23 @@ def header(path: Path) -> dict[str, Entry]:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, a file is no mapping
             return {n: Entry(path.name, part.get_dtype(), tuple(part.get_shape())) for n, part in slices.items()}
+    except RuntimeError:  # too large to be mapped here
+        return header_alone(path)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path}: not a whole safetensors file ({reason(error)}): truncated? copy or export it again"
         ) from None
+
+
+def header_alone(path: Path) -> dict[str, Entry]:
+    """The same from the first bytes of a file, for one that cannot be mapped."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            found = json.loads(file.read(min(length, LONGEST_JSON)))
+        return {n: Entry(path.name, e["dtype"], tuple(e["shape"])) for n, e in found.items() if n != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a safetensors file that can be read here: {reason(error)}") from None
 
 
 def refuse_pickles(folder: Path, entries: Mapping[str, Entry]) -> None:

@@ -6,10 +6,13 @@ pickle is opened, shapes are read before numbers.
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from headwright.configs import UserError
 from headwright.configs.command import clean_exit, stop
@@ -19,7 +22,7 @@ from headwright.data.store import replace_with, save_tensors, write_json, write_
 from headwright.data.target import Target, TargetSpec, locate, read_facts
 from headwright.heads.contract import TITLES, Contract, Draft, Finding, Method, serious
 from headwright.heads.directory import Directory
-from headwright.heads.engine_tables import ENGINES
+from headwright.heads.engine_tables import ENGINES, TOKEN_MAP
 from headwright.heads.examine import (
     ALL,
     Facts,
@@ -80,6 +83,9 @@ def diagnose(folder: Path, question: Question) -> Diagnosis:
     shared += examine_values(directory, method, [f for group in findings.values() for f in group])
     if facts is not None:
         shared += against_target(directory, method, facts)
+    for finding in shared:
+        findings.get(finding.engine, []).append(finding)  # one about a single engine counts against it alone
+    shared = [finding for finding in shared if finding.engine == ALL]
     diagnosis = Diagnosis(directory, method, {ALL: shared} | findings)
     if question.prompts is not None:
         add_probe(diagnosis, question)
@@ -137,9 +143,20 @@ def mended(diagnosis: Diagnosis, engines: Iterable[str]) -> tuple[Draft, list[Fi
     wanted = [*(f for engine in engines for f in diagnosis.findings.get(engine, ())), *diagnosis.findings[ALL]]
     for finding in wanted:
         if finding.mend is not None and not any(same(finding, other) for other in done):
+            before = (dict(draft.config), dict(draft.tensors))
             finding.mend(draft)
-            done.append(finding)
+            if (
+                before[0] != draft.config
+                or before[1].keys() != draft.tensors.keys()
+                or changed(before[1], draft.tensors)
+            ):
+                done.append(finding)
     return draft, done
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    """Whether a tensor is another one."""
+    return any(after[name] is not tensor for name, tensor in before.items())
 
 
 def same(finding: Finding, other: Finding) -> bool:
@@ -162,6 +179,8 @@ def write_mended(diagnosis: Diagnosis, engines: Sequence[str], out: Path) -> lis
         tensors = {name: tensor.contiguous() for name, tensor in draft.tensors.items()}
         replace_with(scratch / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
         write_json(scratch / "config.json", draft.config)
+        if (diagnosis.directory.path / TOKEN_MAP).is_file():
+            shutil.copy(diagnosis.directory.path / TOKEN_MAP, scratch)
         if kept:
             write_json(scratch / "headwright.json", kept | {"mended": [f"{f.where}: {f.what}" for f in done]})
     return done
@@ -175,15 +194,15 @@ def show(diagnosis: Diagnosis, target: str, engines: Sequence[str]) -> None:
     directory, method = diagnosis.directory, diagnosis.method
     ours = "exported by Headwright" if directory.ours else "of others"
     say(f"{directory.path}: {method.name}, {len(directory.entries)} tensors, {size(directory.bytes)}, {ours}")
-    for finding, concerned in together(diagnosis.all()):
-        names = ", ".join(TITLES.get(engine, engine) for engine in concerned)
-        lines = [f"{finding.level} ({names}) {finding.where}: {finding.what}"]
-        lines += [f"    → {finding.so}"] if finding.so else []
-        lines += [f"    fix: {finding.fix}"] if finding.fix else []
+    for group in together(diagnosis.all()):
+        names = ", ".join(TITLES.get(finding.engine, finding.engine) for finding in group)
+        lines = [f"{group[0].level} ({names}) {group[0].where}: {group[0].what}"]
+        lines += [f"    → {so}" for so in dict.fromkeys(finding.so for finding in group) if so]
+        lines += [f"    fix: {group[0].fix}"] if group[0].fix else []
         say("\n".join(lines))
     if diagnosis.guesses:
-        found = [(g.change, f"{g.first:.1%}", f"{g.second:.1%}") for g in diagnosis.guesses[:5]]
-        table("guesses on the target's own text", ("head", "first right", "second right after it"), found)
+        guessed = [(g.change, f"{g.first:.1%}", f"{g.second:.1%}") for g in diagnosis.guesses[:5]]
+        table("guesses on the target's own text", ("head", "first right", "second right after it"), guessed)
     rows = [(contract.title, verdict(diagnosis, contract)) for contract in tables(diagnosis, engines)]
     table("engines", ("engine", "verdict"), rows)
     advice = recommended(directory.ours)
@@ -193,12 +212,11 @@ def show(diagnosis: Diagnosis, target: str, engines: Sequence[str]) -> None:
     say(lengths(advice, (directory.ours.get("measured") or {}).get("device", "")))
 
 
-def together(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
+def together(findings: Sequence[Finding]) -> list[list[Finding]]:
     """What several engines find alike, once."""
-    groups: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+    groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        key = (finding.level, finding.where, finding.what)
-        groups.setdefault(key, (finding, []))[1].append(finding.engine)
+        groups.setdefault((finding.level, finding.where, finding.what), []).append(finding)
     return list(groups.values())
 
 

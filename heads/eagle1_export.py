@@ -20,6 +20,7 @@ from headwright.heads.contract import Contract, Method, Shapes, always
 from headwright.heads.directory import Config
 from headwright.heads.engine_tables import (
     BIASES,
+    MAP_RULE,
     SGLANG,
     VERSIONS,
     VLLM,
@@ -102,6 +103,7 @@ IN_VLLM = Contract(
     shapes=layer_and_fc,
     optional=embedding,
     reads=with_defaults,
+    shares_lm_head=True,
     launch=vllm_line(ARGUMENTS),
     arguments=ARGUMENTS,
     missing=missing_in_vllm,
@@ -123,6 +125,7 @@ IN_SGLANG = Contract(
     shapes=with_bias,
     optional=shared_tables,
     reads=with_defaults,
+    shares_lm_head=True,
     launch=launch_sglang,
     missing=missing_in_sglang,
     extra=always("SGLang drops it without a word"),
@@ -131,6 +134,7 @@ IN_SGLANG = Contract(
         has_architecture((ARCHITECTURES[SGLANG],), "SGLang builds a whole model instead of a head, and stops"),
         is_one_of("model_type", ("llama",), "SGLang reads another config", "llama"),
         ONE_LAYER,
+        MAP_RULE,
         *llama_rules(SGLANG, "SGLang stops: AttributeError", "error"),
     ),
     shape="tree",

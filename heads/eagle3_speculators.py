@@ -2,6 +2,7 @@
 layer's keys nested.
 """
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -93,7 +94,7 @@ SPECULATORS = Contract(
     optional=lambda config: spare_for(VLLM, config),
     reads=lambda config: read_config(flat(config)),
     spells=spelled,
-    launch=lambda config, target, folder, count: f"vllm serve {folder}",
+    launch=lambda config, target, folder, count: f"vllm serve {shlex.quote(str(folder))}",
     arguments=lambda config, target, folder, count: {"model": str(folder)},
     missing=missing_in_vllm,
     extra=extra_in_vllm,

@@ -156,7 +156,8 @@ def layer_ids(engine: str) -> Key:
             return f"stands at the top level only ({top})"
         if not top and not nested and count != 3:
             return f"is missing, and the head fuses {count} states"
-        return beyond(top, spec, engine) if top else None
+        taps = top or ([i + 1 for i in nested] if nested else None)
+        return beyond(taps, spec, engine) if taps else None
 
     def right(config: Config, spec: TargetSpec | None) -> Config:
         top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
@@ -177,6 +178,8 @@ def usual(spec: TargetSpec) -> list[int]:
 
 def beyond(taps: Sequence[int], spec: TargetSpec | None, engine: str) -> str | None:
     """Taps that a target does not have, or an engine never captures: SGLang and llama.cpp read the input of a layer."""
+    if engine != VLLM and taps[0] < 1:
+        return f"{list(taps)}: the embeddings are no layer's output, and are not captured"
     if spec is None or taps[-1] <= spec.num_layers - (engine != VLLM):
         return None
     return f"{list(taps)}: the target has {spec.num_layers} layers" + (
@@ -184,15 +187,25 @@ def beyond(taps: Sequence[int], spec: TargetSpec | None, engine: str) -> str | N
     )
 
 
-def other_taps(config: Config, spec: TargetSpec | None) -> str | None:
+def captured(config: Config, engine: str, spec: TargetSpec | None) -> list[int] | None:
+    """The taps that an engine captures: SGLang reads the nested list alone, others the top-level one first."""
+    nested = (config.get("eagle_config") or {}).get(IDS)
+    if engine == SGLANG:
+        found = [i + 1 for i in nested] if nested else None
+    else:
+        found = config.get(IDS) or nested
+    return found or (usual(spec) if spec else None)
+
+
+def other_taps(engine: str) -> Key:
     """Taps that the head was trained on, where headwright.json says so, against those that the engine will capture."""
-    trained = config.get("trained_taps")
-    found = config.get(IDS) or (usual(spec) if spec else None)
-    return (
-        None
-        if trained is None or found == trained
-        else f"the engine captures {found}, the head was trained on {trained}"
-    )
+
+    def wrong(config: Config, spec: TargetSpec | None) -> str | None:
+        trained, found = config.get("trained_taps"), captured(config, engine, spec)
+        same = trained is None or found == trained
+        return None if same else f"the engine captures {found}, the head was trained on {trained}"
+
+    return Key(IDS, wrong, "other states than in training, without a word", "write the taps", trained_taps)
 
 
 def count_of_states(config: Config, spec: TargetSpec | None) -> str | None:
@@ -282,7 +295,7 @@ def vllm_rules() -> tuple[Key, ...]:
             "write the number of taps",
             states_counted,
         ),
-        Key(IDS, other_taps, "other states than in training, without a word", "write the taps", trained_taps),
+        other_taps(VLLM),
         Key("draft_vocab_size", no_draft_vocabulary, "SGLang stops without it", "write it", vocab_of, "note"),
         Key(
             "target_hidden_size",
@@ -300,7 +313,7 @@ def trained_taps(config: Config, spec: TargetSpec | None) -> Config:
     """Both lists as the head was trained."""
     taps = list(config["trained_taps"])
     eagle = (config.get("eagle_config") or {"use_aux_hidden_state": True}) | {IDS: [tap - 1 for tap in taps]}
-    return {IDS: taps, "eagle_config": eagle}
+    return {IDS: taps, "eagle_config": eagle, "num_aux_hidden_states": len(taps)}
 
 
 def vocab_of(config: Config, spec: TargetSpec | None) -> Config:
@@ -333,7 +346,7 @@ def sglang_rules() -> tuple[Key, ...]:
             "serve with vLLM",
         ),
         layer_ids(SGLANG),
-        Key(IDS, other_taps, "other states than in training, without a word", "write the taps", trained_taps),
+        other_taps(SGLANG),
         *llama_rules(SGLANG, f"SGLang: {TIED}", "error"),
     )
 
@@ -345,6 +358,8 @@ def tensorrt_rules() -> tuple[Key, ...]:
         is_false("norm_before_residual", "not read: the residual is another than in training", mend=False),
         Key("draft_vocab_size", no_draft_vocabulary, "AttributeError (its issue 6492)", "write it", vocab_of),
         Key("layers", few_layers, "refused", "another target"),
+        layer_ids(TENSORRT),
+        other_taps(TENSORRT),
         *llama_rules(TENSORRT),
     )
 
@@ -365,7 +380,7 @@ def llama_cpp_rules() -> tuple[Key, ...]:
         is_one_of("num_hidden_layers", (1, None), "more than one layer is not known"),
         Key("num_aux_hidden_states", not_three, "exactly three states are known", "train with three taps"),
         layer_ids(LLAMA_CPP),
-        Key(IDS, other_taps, "other states than in training, without a word", "write the taps", trained_taps),
+        other_taps(LLAMA_CPP),
         *llama_rules(LLAMA_CPP),
     )
 
@@ -383,7 +398,8 @@ def launch_sglang(config: Config, target: str, folder: Path, count: int) -> str:
 
 def launch_tensorrt(config: Config, target: str, folder: Path, count: int) -> str:
     """The captured layers are an argument there, counted as outputs."""
-    layers = [tap - 1 for tap in ids_of(config) or ()]
+    nested = (config.get("eagle_config") or {}).get(IDS)
+    layers = [tap - 1 for tap in config[IDS]] if config.get(IDS) else list(nested or ())
     speculative = {"decoding_type": "Eagle3", "max_draft_len": count, "speculative_model_dir": str(folder)}
     if layers:
         speculative["eagle3_layers_to_capture"] = layers

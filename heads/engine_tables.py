@@ -3,6 +3,7 @@ TensorRT-LLM's PyTorch backend of late 2026, llama.cpp b11434).
 """
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -394,8 +395,12 @@ def vllm_line(arguments: Arguments) -> Callable[[Config, str, Path, int], str]:
 
     def line(config: Config, target: str, folder: Path, count: int) -> str:
         given = arguments(config, target, folder, count)
-        options = [f"--{key.replace('_', '-')} '{json.dumps(value)}'" for key, value in given.items() if key != "model"]
-        return " ".join(["vllm", "serve", given["model"], *sorted(options)])
+        options = [
+            f"--{key.replace('_', '-')} {shlex.quote(json.dumps(value))}"
+            for key, value in given.items()
+            if key != "model"
+        ]
+        return " ".join(["vllm", "serve", shlex.quote(given["model"]), *sorted(options)])
 
     return line
 
@@ -418,9 +423,20 @@ def write_token_map(ids_W: Tensor, folder: Path) -> None:
     torch.save(ids_W.tolist(), folder / TOKEN_MAP)
 
 
+def absent_map(config: Config, spec: TargetSpec | None) -> str | None:
+    """The map that the launch line names is there."""
+    absent = config.get("hot_vocab_size") and TOKEN_MAP not in config.get("file_names", {TOKEN_MAP})
+    return f"{TOKEN_MAP} is missing beside it" if absent else None
+
+
+MAP_RULE = Key(
+    "hot_vocab_size", absent_map, "SGLang stops at its flag --speculative-token-map", "export the head again"
+)
+
+
 def token_map_flag(config: Config, folder: Path) -> str:
     """SGLang's flag for it."""
-    return f" --speculative-token-map {folder / TOKEN_MAP}" if config.get("hot_vocab_size") else ""
+    return f" --speculative-token-map {shlex.quote(str(folder / TOKEN_MAP))}" if config.get("hot_vocab_size") else ""
 
 
 def sglang_line(target: str, folder: Path, algorithm: str, dtype: str, steps: int, tree: bool, more: str = "") -> str:
@@ -428,8 +444,9 @@ def sglang_line(target: str, folder: Path, algorithm: str, dtype: str, steps: in
     top_k, tokens = (4, 13) if tree else (1, steps + 1)
     other = "" if tree or algorithm == "NEXTN" else TREE
     return (
-        f"python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm {algorithm} \\\n"
-        f"  --speculative-draft-model-path {folder} \\\n"
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --dtype {dtype} "
+        f"--speculative-algorithm {algorithm} \\\n"
+        f"  --speculative-draft-model-path {shlex.quote(str(folder))} \\\n"
         f"  --speculative-num-steps {4 if tree else steps} --speculative-eagle-topk {top_k} "
         f"--speculative-num-draft-tokens {tokens}{more}{other}"
     )

@@ -44,12 +44,13 @@ def examine_directory(
 
 def by_table(directory: Directory, method: Method, contract: Contract, spec: TargetSpec | None) -> Iterator[Finding]:
     """Keys, then tensors; their shapes by what a config would say if it left nothing out."""
-    config = directory.config | {"tensor_names": {contract.spells(name) for name in directory.entries}}
+    config = directory.config | {"file_names": {path.name for path in directory.path.iterdir()}}
+    config |= {"tensor_names": {contract.spells(name) for name in directory.entries}}
     config |= {"trained_taps": directory.ours["taps"]} if "taps" in directory.ours else {}
     try:
         yield from check_config(contract, config, spec)
         yield from check_names(contract, method.infer(directory.config, directory.entries), directory.entries)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         where = f"a key is missing or of the wrong kind ({type(error).__name__}: {error})"
         yield Finding(
             "error", contract.engine, "config.json", where, "the engine stops when it reads it", "export the head again"
@@ -62,13 +63,18 @@ def examine_values(directory: Directory, method: Method, findings: Iterable[Find
     directory = own_part(directory, method)
     misshapen = {finding.where.removeprefix(f"{WEIGHTS}: ") for finding in serious(findings)}
     sound = {name: entry for name, entry in directory.entries.items() if name not in misshapen}
-    config = method.plain(directory.config)
-    yield from check_values(
-        Directory(directory.path, directory.config, sound),
-        lambda name: method.spells(name) or name,
-        config.get("vocab_size"),
-    )
+    numbers = Directory(directory.path, directory.config, sound)
+    yield from check_values(numbers, lambda name: method.spells(name) or name, vocabulary(directory, method))
     yield from changed_since_export(directory)
+
+
+def vocabulary(directory: Directory, method: Method) -> int | None:
+    """How many tokens the target has, by the config; None where it does not say."""
+    try:
+        found: int | None = method.plain(directory.config).get("vocab_size")
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found
 
 
 def own_part(directory: Directory, method: Method) -> Directory:

@@ -26,6 +26,7 @@ from headwright.heads.directory import Config, Directory
 from headwright.heads.engine_tables import other_tokens, other_width
 
 LARGEST = 4  # times the fp32 size that a format asks for; more is another model
+UNSAID = 64 << 20  # bytes that are read of a directory whose config gives no sizes
 OURS = "head.json"
 
 
@@ -74,7 +75,10 @@ def open_plain(folder: Path) -> Plain:
     refuse_unwhole(directory, method.contracts)
     names = {name: method.spells(name) for name in directory.entries}
     tensors = {spelled: directory.read(name) for name, spelled in names.items() if spelled is not None}
-    return Plain(method, method.plain(directory.config), tensors)
+    try:
+        return Plain(method, method.plain(directory.config), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'}: a key is missing or no number: {error}") from None
 
 
 def expected_bytes(contract: Contract, config: Config) -> int | None:
@@ -82,9 +86,9 @@ def expected_bytes(contract: Contract, config: Config) -> int | None:
     try:
         read = contract.reads(config)
         shapes = contract.shapes(read) | contract.optional(read)
+        return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
     except (KeyError, TypeError, ValueError):
         return None
-    return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
 
 
 def refuse_giant(directory: Directory, contracts: Iterable[Contract]) -> None:
@@ -92,6 +96,11 @@ def refuse_giant(directory: Directory, contracts: Iterable[Contract]) -> None:
     contracts = [contract for contract in contracts if contract.closed]
     wanted = [expected_bytes(contract, directory.config) for contract in contracts]
     most = max((count for count in wanted if count is not None), default=None)
+    if contracts and most is None and directory.bytes > UNSAID:
+        raise UserError(
+            f"{directory.path}: its weights take {size(directory.bytes)}, and config.json does not say what sizes a head of it "
+            "has: nothing of it was read"
+        )
     if most is not None and directory.bytes > LARGEST * most + (1 << 20):
         raise UserError(
             f"{directory.path}: its weights take {size(directory.bytes)}, a head of this config {size(most)} at most in fp32: "
@@ -160,6 +169,9 @@ def taps_in(folder: Path, layers: int) -> tuple[int, ...]:
     directory = Directory.open(folder)
     method = identify(directory)
     config = get_head(method.kind).Config
-    named = method.plain(directory.config).get("eagle_aux_hidden_state_layer_ids")
+    try:
+        named = method.plain(directory.config).get("eagle_aux_hidden_state_layer_ids")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'}: a key is missing or no number: {error}") from None
     found: tuple[int, ...] = tuple(named) if named else config().choose_taps(layers)
     return found

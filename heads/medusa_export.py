@@ -275,7 +275,7 @@ def infer(config: Config, entries: Mapping[str, Entry]) -> Config:
     shapes = {spelled(name): entry.shape for name, entry in entries.items()}
     block, lm_head = shapes.get("blocks.0.layers.0.weight"), shapes.get("lm_heads.0.weight")
     found: Config = {"medusa_fc_bias": "blocks.0.layers.0.bias" in shapes}
-    if block is not None and lm_head is not None:
+    if block and lm_head:
         found |= {"hidden_size": block[0], "vocab_size": lm_head[0]}
     return found | config
 

@@ -19,6 +19,7 @@ from headwright.heads.base import Adopted, Case, Drafts, Export, Tables
 from headwright.heads.contract import Contract, Key, Method, Shapes, always, nothing
 from headwright.heads.directory import Config
 from headwright.heads.engine_tables import (
+    MAP_RULE,
     SGLANG,
     VERSIONS,
     VLLM,
@@ -30,6 +31,7 @@ from headwright.heads.engine_tables import (
     sglang_arguments,
     sglang_line,
     token_map_flag,
+    unlike_target,
     vllm_arguments,
     vllm_line,
     with_defaults,
@@ -119,7 +121,7 @@ def rules(engine: str, architecture: str, kind: str) -> tuple[Key, ...]:
         has_architecture((architecture,), f"{engine} takes the directory for another kind of head, and stops"),
         is_one_of("model_type", (kind,), f"{engine} reads another config", kind),
         is_one_of(TARGET_KEY, (1,), "the engine finds no MTP layer", 1),
-        *(built if engine == VLLM else ()),
+        *(built if engine == VLLM else (MAP_RULE,)),
         *(mixed if kind != "qwen2" else ()),
         *llama_rules(engine),
     )
@@ -340,9 +342,14 @@ def adopt(
     """A head of ours from a plain directory. Its layer is the target's, without biases."""
     prefix, state = family.layer.format(i=0), {}
     biased = [name for name in tensors if name.endswith(".bias") and tensors[name].any()]
-    if biased or same_layer(config, spec):
-        what = f"has biases, such as {biased[0]}" if biased else same_layer(config, spec)
-        raise UserError(f"the module {what}: a Llama layer of the target's sizes is needed")
+    unlike = {
+        key for name, value in unlike_target(config, spec).items() for key in (value if name == "layout" else [name])
+    }
+    if biased or unlike:
+        what = (
+            f"biases, such as {biased[0]}" if biased else f"other {', '.join(sorted(unlike))} than the target's layers"
+        )
+        raise UserError(f"the module has {what}: a Llama layer of the target's is needed")
     for name, tensor in tensors.items():
         if name.startswith(prefix) and not name.endswith(".bias") and name not in parts_of(family):
             state[f"mtp.0.block.layer.{name.removeprefix(prefix)}"] = tensor

@@ -179,7 +179,8 @@ def judged(found: Sequence[Guesses]) -> Iterator[Finding]:
     here, best = found[0], found[1] if len(found) > 1 else None
     if best is not None and best.score > here.score + BETTER:
         what = (
-            f"{best.change}: {best.first:.0%} of first guesses are right so, {here.first:.0%} as the directory has it"
+            f"{best.change}: {best.first:.0%} of first guesses are right so, and {best.second:.0%} of the second after them; "
+            f"{here.first:.0%} and {here.second:.0%} as the directory has it"
         )
         so = "names and shapes are as they should be: every engine serves this without a word, badly"
         yield Finding("error", "all engines", best.where, what, so, "--fix writes it so", best.mend)

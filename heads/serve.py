@@ -59,8 +59,11 @@ def advise(accepted: Sequence[float], costs: Mapping[str, Any], batches: Iterabl
 def recommended(ours: Mapping[str, Any]) -> list[Advice]:
     """From what an export wrote beside the weights; empty where costs or acceptance were not measured."""
     measured = ours.get("measured") or {}
-    costs, accepted = measured.get("costs_ms"), (measured.get("chain") or {}).get("accepted_per_position")
-    return advise(accepted, costs) if costs and accepted else []
+    try:
+        costs, accepted = measured.get("costs_ms"), (measured.get("chain") or {}).get("accepted_per_position")
+        return advise(accepted, costs) if costs and accepted else []
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+        return []  # not what tune writes
 
 
 def drafted_tokens(advice: Sequence[Advice]) -> int:
