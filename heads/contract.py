@@ -164,9 +164,17 @@ def missing(contract: Contract, name: str, shape: tuple[int, ...], entries: Mapp
     if name.endswith(".bias"):
         mend = adding(name, torch.zeros(shape))
     fix = "--fix adds zeros, which is what the head was trained with" if mend else "export the head again"
+    if name == "d2t" and "t2d" in entries:
+        fix, mend = "--fix makes it of t2d", mapping
     return Finding(
         "error", contract.engine, f"{WEIGHTS}: {name}", f"missing, shape {shape}", contract.missing(name), fix, mend
     )
+
+
+def mapping(draft: Draft) -> None:
+    """d2t of t2d: the kept target ids, less their places."""
+    ids_W = torch.nonzero(draft.tensors["t2d"])[:, 0]
+    draft.tensors["d2t"] = ids_W - torch.arange(len(ids_W))
 
 
 def adding(name: str, tensor: Tensor) -> Callable[[Draft], None]:

@@ -294,6 +294,8 @@ def doctor(args: argparse.Namespace) -> int:
     engines = [contract.engine for contract in asked(diagnosis.method, args.engine)]
     target = args.target or (diagnosis.directory.ours.get("target") or {}).get("name") or "TARGET"
     show(diagnosis, locate(target) if target.startswith("embedded:") else target, engines)
+    if args.json:
+        write_text(Path(args.json), json.dumps(as_json(diagnosis, engines), indent=2, ensure_ascii=False) + "\n")
     if args.fix:
         done = write_mended(diagnosis, engines, Path(args.fix))
         say(
@@ -303,8 +305,6 @@ def doctor(args: argparse.Namespace) -> int:
         diagnosis = diagnose(Path(args.fix), replace(question, prompts=question.prompts))
         rows = [(contract.title, verdict(diagnosis, contract)) for contract in tables(diagnosis, engines)]
         table(f"engines, of {args.fix}", ("engine", "verdict"), rows)
-    if args.json:
-        write_text(Path(args.json), json.dumps(as_json(diagnosis, engines), indent=2, ensure_ascii=False) + "\n")
     return 0 if any(not diagnosis.errors(engine) for engine in engines) else 1
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwright.data.target import TargetSpec
-from headwright.heads.contract import Key, Shapes
+from headwright.heads.contract import TITLES, Key, Shapes
 from headwright.heads.directory import Config
 from headwright.heads.layers import Sizes
 from headwright.heads.rotary import served_rope
@@ -340,6 +340,7 @@ def llama_rules(engine: str, tied: str = "", tied_level: Any = "warning") -> tup
             tied_level,
         ),
     ]
+    rules.append(is_one_of("hidden_act", ("silu", None), f"{TITLES[engine]} stops, or computes another MLP"))
     if engine == SGLANG:
         rules += [
             Key(

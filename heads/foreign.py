@@ -162,6 +162,8 @@ def refuse_other_sizes(folder: Path, config: Config, spec: TargetSpec) -> None:
     for what in (other_tokens(config, spec), other_width(config, spec)):
         if what:
             raise UserError(f"{folder}: not a head for {spec.name}: {what}")
+    if config.get("hidden_act") not in (None, "silu"):
+        raise UserError(f"{folder}: its MLP is gated by {config['hidden_act']}, those of heads here by silu")
 
 
 def taps_in(folder: Path, layers: int) -> tuple[int, ...]:

@@ -40,6 +40,8 @@ def advise(accepted: Sequence[float], costs: Mapping[str, Any], batches: Iterabl
     drafts each is a pass of B · (K + 1) tokens; what is beyond the longest pass measured is not answered.
     """
     verify = {int(count): float(value) for count, value in costs["verify"].items()}
+    if min(verify) > 1:  # a plain step was not measured
+        return []
     first, level = float(costs["first"]["1"]), float(costs["level"]["1"])
     found = []
     for batch in batches:

@@ -1,8 +1,8 @@
-"""`headwright doctor`: every fault is named with its consequence, what can be mended drafts again as it did, launch lines and
-exit codes. Bad input is in test_bad_directories.py.
+"""`headwright doctor`: every fault is named with its consequence, what can be mended drafts again as it did, the
+probe finds what names and shapes hide. Launch lines and exit codes: test_serve.py; bad input: test_bad_directories.py.
 
-Good directories are real exports of tiny runs ("ours", with headwright.json) and the golden heads ("strangers": nothing but
-config.json and tensors), which were trained on their target's answers to six prompts.
+Good directories are real exports of tiny runs ("ours", with headwright.json) and the golden heads ("strangers", with
+config.json and tensors alone), which were trained on their target's answers to six prompts.
 """
 
 import json
@@ -790,7 +790,7 @@ def test_biases_that_are_announced_and_absent(targets, tmp_path, name):
 
 
 def test_two_layers_name_a_norm_twice(tmp_path):
-    """vLLM reads input_layernorm of the second layer, SGLang hidden_norm; either missing is named for its reader alone."""
+    """vLLM reads the second layer's input_layernorm, SGLang its hidden_norm: one that is missing is named there."""
     for name, reader, other in (("input_layernorm", "vllm", "sglang"), ("hidden_norm", "sglang", "vllm")):
         tensor = f"layers.1.{name}.weight"
         folder = broken(GOLDEN / "eagle3-two-layers", tmp_path / name, drop(tensor))
@@ -1361,7 +1361,7 @@ def test_a_probe_wants_a_target():
 
 
 def test_the_probe_runs_the_target_on_lines_of_text(models, tmp_path):
-    """Nothing replaced: a head that was trained on what the target says after these lines, and the same with a fault."""
+    """Nothing replaced: a head trained on what the target says after these lines, and the same with a fault."""
     lines = ["one two three", "to be or not"]
     target = engine_cases.target_of("eagle3")
     texts = headwright.heads.probe.own_text(engine_cases.make_target("llama", EVERY_TAP), lines)

@@ -1,5 +1,5 @@
-"""From a directory to a server: launch lines, exit codes and files of `headwright doctor`, how long drafts should be, and
-`headwright import`.
+"""From a directory to a server: launch lines, exit codes and files of `headwright doctor`, how long drafts should be,
+and `headwright import`.
 """
 
 import json
@@ -17,7 +17,7 @@ from conftest import make_model, make_tokenizer, tiny_run
 from engine_cases import GOLDEN, documents, own_texts
 from hypothesis import given
 from hypothesis import strategies as st
-from test_doctor import broken, contents, copied, drop, head_of, keys, random_head, written
+from test_doctor import broken, contents, copied, drop, head_of, keys, random_head, read, written
 
 import headwright.heads.probe
 from headwright.configs import UserError
@@ -520,3 +520,25 @@ def test_an_mtp_module_of_another_layer_than_the_targets_is_refused(tmp_path, ch
     folder = broken(GOLDEN / "mtp-mimo", tmp_path / "head", keys(**change))
     with pytest.raises(UserError):
         load_head(folder, engine_cases.target_of("mtp-mimo"), torch.float32)
+
+
+def test_a_missing_map_is_made_of_the_other(tmp_path):
+    folder = head_of("eagle3", tmp_path, drop("d2t"))
+    write_mended(diagnose(folder, Question(engines=("vllm",))), ["vllm"], tmp_path / "out")
+    assert torch.equal(read(tmp_path / "out")[1]["d2t"], read(GOLDEN / "eagle3")[1]["d2t"])
+    assert not diagnose(tmp_path / "out", Question(engines=("vllm",))).errors("vllm")
+
+
+def test_another_activation_is_named_and_refused(tmp_path):
+    folder = head_of("eagle3", tmp_path, keys(hidden_act="gelu"))
+    assert [f.where for f in diagnose(folder, Question()).errors("vllm")] == ["config.json: hidden_act"]
+    with pytest.raises(UserError, match="gated by gelu"):
+        load_head(folder, engine_cases.target_of("eagle3"), torch.float32)
+
+
+def test_json_tells_of_what_was_examined_not_of_the_copy(capsys, tmp_path):
+    folder = head_of("eagle3", tmp_path, keys(tie_word_embeddings=True))
+    ran(capsys, folder, "--engine", "sglang", "--fix", tmp_path / "out", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["directory"] == str(folder)
+    assert found["serves"] == {"sglang": False}

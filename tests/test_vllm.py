@@ -88,6 +88,8 @@ REFUSED = {  # vLLM stops
 }
 SILENT = {  # it serves them, and other drafts stand or fall
     "no matrix": ("eagle1", without("layers.0.mlp.down_proj.weight"), {}),
+    "a module's matrix": ("mtp-mimo", without("model.mtp_layers.0.mlp.down_proj.weight"), {}),
+    "Medusa's lm_head": ("medusa", without("lm_heads.0.weight"), {}),
     "no map": ("eagle3", without("d2t", "t2d"), {}),
     "an embedding left over": ("eagle3", plus("embed_tokens.weight", 272, 64), {}),
     "other states": ("eagle3-on-qwen3", dict, {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
