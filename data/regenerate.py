@@ -144,7 +144,7 @@ def drafted(target: Target, folder: Path, rows: int) -> Reply:
 
     Heads and decoder live to the right of this folder and are found when they are asked for.
     """
-    head = importlib.import_module("headwright.heads.base").load_head(folder, target).eval()
+    head = importlib.import_module("headwright.heads.saved").load_head(folder, target).eval()
     shape = importlib.import_module("headwright.heads.draft_tree").TreeShape.chain(5)
     decode = importlib.import_module("headwright.eval.decode")
 

@@ -45,6 +45,7 @@ class Guesses:
     where: str
     first: float
     second: float
+    rows: int
     mend: Callable[[Draft], None] | None = None
 
     @property
@@ -131,8 +132,9 @@ def mending(method: Method, change: Change) -> Callable[[Draft], None]:
     return mend
 
 
-def guesses(plain: Plain, target: Target, documents: Sequence[DocumentFeatures]) -> tuple[float, float]:
-    """Share of right first guesses, and of right second ones where the first was right. `target` gives all its states.
+def guesses(plain: Plain, target: Target, documents: Sequence[DocumentFeatures]) -> tuple[float, float, int]:
+    """Share of right first guesses, of right second ones where the first was right, and of how many. `target` gives all its
+    states.
 
     Raises UserError where the head cannot be made.
     """
@@ -140,7 +142,7 @@ def guesses(plain: Plain, target: Target, documents: Sequence[DocumentFeatures])
     config = build(get_head(adopted.options["kind"]).Config, adopted.options, "probe")
     vocab = DraftVocab(adopted.ids_W, target.spec.vocab_size)
     if not 0 <= int(vocab.ids_W.min()) <= int(vocab.ids_W.max()) < target.spec.vocab_size:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
     head = make_head(config, target.spec, adopted.taps, vocab)
     head.attach(target)
     head.load_state_dict(adopted.tensors)
@@ -153,7 +155,7 @@ def guesses(plain: Plain, target: Target, documents: Sequence[DocumentFeatures])
     rows = batch.loss_masks(steps)[:, steps - 1].cpu()
     first = right[rows, 0].float()
     both = right[rows].all(1).float() if steps == 2 else first
-    return float(first.mean()), float(both.sum() / first.sum().clamp_min(1))
+    return float(first.mean()), float(both.sum() / first.sum().clamp_min(1)), len(first)
 
 
 def probe(plain: Plain, target: Target, prompts: Sequence[str] = PROMPTS) -> list[Guesses]:
@@ -170,14 +172,17 @@ def probe(plain: Plain, target: Target, prompts: Sequence[str] = PROMPTS) -> lis
     return found + sorted(others, key=lambda other: -other.score)
 
 
-BETTER = 0.08  # in score, by which a hypothesis must be better than the directory as it stands
+BETTER, SPREAD = (
+    0.08,
+    2.0,
+)  # in score, by which a hypothesis must be better; the latter over the root of the number of guesses
 WEAK = 0.1  # share of right first guesses below which a head is as good as none
 
 
 def judged(found: Sequence[Guesses]) -> Iterator[Finding]:
     """What the guesses say."""
     here, best = found[0], found[1] if len(found) > 1 else None
-    if best is not None and best.score > here.score + BETTER:
+    if best is not None and best.score > here.score + max(BETTER, SPREAD / max(here.rows, 1) ** 0.5):
         what = (
             f"{best.change}: {best.first:.0%} of first guesses are right so, and {best.second:.0%} of the second after them; "
             f"{here.first:.0%} and {here.second:.0%} as the directory has it"

@@ -25,8 +25,8 @@ class Advice:
 def between(measured: Mapping[int, float], place: float) -> float:
     """Linear interpolation; beyond the ends the last two points go on."""
     known = sorted(measured)
-    if len(known) == 1:
-        return measured[known[0]]
+    if place in measured or len(known) == 1:
+        return measured.get(int(place), measured[known[0]])
     right = next((number for number, value in enumerate(known) if value > place), len(known) - 1)
     low, high = known[max(right - 1, 0)], known[max(right, 1)]
     return measured[low] + (measured[high] - measured[low]) * (place - low) / (high - low)

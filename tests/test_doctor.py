@@ -303,6 +303,7 @@ FAULTS = {
         ": d2t",
         "missing, shape",
         {"vllm": "drafts the first ids of the vocabulary", "sglang": "takes draft ids for target ids"},
+        mends=True,
     ),
     "absolute d2t": Fault(
         absolute, ": d2t", "holds target ids, not offsets", everywhere("every draft is another token"), mends=True

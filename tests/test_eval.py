@@ -168,7 +168,9 @@ def test_summary_and_export_of_an_evaluated_run(run, report, capsys):
     export_run(run)
     tau = f"{report['entries'][0]['acceptance_length']:.2f}"
     notes = (run.directory / "export" / "portable" / "SERVE.md").read_text(encoding="utf-8")
-    assert f"τ = {tau} (chain-3, greedy" in notes
+    assert f"- chain (chain-3), comparable with vLLM: τ = {tau} [" in notes
+    assert "- tree (tree-" in notes
+    assert "], greedy; accepted at each position: " in notes
     capsys.readouterr()
     summarise(run)
     assert tau in capsys.readouterr().out

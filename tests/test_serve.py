@@ -155,7 +155,7 @@ def test_findings_and_verdicts_are_printed(capsys, tmp_path):
     words = " ".join(out.split())
     assert "eagle3, 17 tensors, 118.6 KiB, of others" in words
     assert "error (vllm, sglang) model.safetensors: d2t: missing, shape (128,) → " in words.lower()
-    assert "fix: export the head again" in words
+    assert "fix: --fix makes it of t2d" in words
     assert words.count("no: 1 error, first: model.safetensors: d2t missing") == 2
     assert "vllm serve" not in out
     assert code == 1

@@ -653,7 +653,7 @@ SHAPE_KEYS = {"name", "kind", "depth", "top_k", "nodes"}
 
 
 def test_tune_writes_costs_predictions_and_trials(run, tuned):
-    assert set(tuned) == {"schema", "costs_ms", "predictions", "trials", "break_even_tau"}
+    assert set(tuned) == {"schema", "head", "device", "costs_ms", "predictions", "trials", "break_even_tau"}
     assert tuned["schema"] == "headwright.tune/1"
     assert set(tuned["costs_ms"]) == {"verify", "first", "level", "overhead", "plain"}
     assert set(tuned["costs_ms"]["verify"]) == {"1", "2", "3", "4", "5", "6", "7"}
