@@ -172,10 +172,9 @@ def probe(plain: Plain, target: Target, prompts: Sequence[str] = PROMPTS) -> lis
     return found + sorted(others, key=lambda other: -other.score)
 
 
-BETTER, SPREAD = (
-    0.08,
-    2.0,
-)  # in score, by which a hypothesis must be better; the latter over the root of the number of guesses
+# What a hypothesis must be better by, in score: at least BETTER, and SPREAD over the root of the number of guesses, which is
+# more than chance makes of few of them.
+BETTER, SPREAD = 0.08, 1.25
 WEAK = 0.1  # share of right first guesses below which a head is as good as none
 
 
