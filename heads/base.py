@@ -87,7 +87,7 @@ class Export:
     noted in SERVE.md. launch: launch lines for a target, a directory and a dtype, where no table has them. into: a
     checkpoint whose copy takes the tensors in. shares: whether engines share the target's embedding with it.
     from_target: tensors that are rows of the target's lm_head, by their token ids. spread: tensors of some tokens' rows that
-    the format wants of all tokens, by these tokens' ids; the others become zeros. beside: writes further files. warnings:
+    the format wants of all tokens, by these tokens' ids; the others get their mean. beside: writes further files. warnings:
     what a user should know before serving.
     """
 

@@ -175,7 +175,8 @@ def filled(export: Export, target: Target) -> Export:
     rows = {name: target.lm_head.weight[ids] * target.logit_scale for name, ids in export.from_target.items()}
     tensors = export.tensors | rows
     for name, ids in export.spread.items():
-        whole = tensors[name].new_zeros(export.shapes[name])
+        # the others get the mean of these: a mean of logits is never their maximum, so that no other token is drafted
+        whole = tensors[name].mean(0, keepdim=True).repeat(export.shapes[name][0], 1)
         tensors[name] = whole.index_copy(0, ids.to(whole.device), tensors[name])
     return replace(export, tensors=tensors)
 

@@ -192,7 +192,7 @@ def notes(head: "Head") -> list[str]:
     found = []
     if not head.vocab.full:
         found.append(
-            "vLLM 0.32 loads no Medusa heads of a reduced vocabulary: the rows of other tokens are written as zeros, and each "
+            "vLLM 0.32 loads no Medusa heads of a reduced vocabulary: other tokens get rows that are never drafted, and each "
             f"lm_head takes the room of {head.spec.vocab_size} tokens for {len(head.vocab)}"
         )
     if head.changes_target() is not None:
@@ -218,7 +218,7 @@ def medusa_config(head: "Head") -> dict[str, Any]:
 
 class PlainMedusa:
     """An independent reader: plain tensors, nothing of the trainer's module. It drafts over all rows, as vLLM does; its
-    log-probabilities are over those that are not zeros.
+    log-probabilities are over those that were learned.
     """
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]):
@@ -260,9 +260,12 @@ class PlainMedusa:
 
 
 def known_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The rows of lm_heads that are not zeros in all of them: the tokens that the heads learned."""
-    heads = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
-    return torch.nonzero(torch.stack([head.any(1) for head in heads]).any(0))[:, 0]
+    """The rows of lm_heads that are not all the same: the tokens that the heads learned."""
+    weight = next(tensor for name, tensor in sorted(tensors.items()) if name.startswith("lm_heads.")).float()
+    marks, counts = torch.unique(weight[:, :8], dim=0, return_counts=True)
+    if counts.max() == 1:
+        return torch.arange(len(weight))
+    return torch.nonzero((weight[:, :8] != marks[counts.argmax()]).any(1))[:, 0]
 
 
 def knows(config: Config, names: Iterable[str]) -> bool:

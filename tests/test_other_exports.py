@@ -86,3 +86,22 @@ def test_a_broken_matrix_is_found_by_drafting(tmp_path, kind, options, engine):
 def test_what_no_engine_computes_is_refused(tmp_path, kind, options, engine, words, family):
     with pytest.raises(UserError, match=words):
         exported(tmp_path, kind, options, engine, family)
+
+
+@pytest.mark.parametrize("options", [{}, {"lm_head": "shared"}])
+def test_tokens_that_medusa_heads_did_not_learn_are_never_drafted(tmp_path, options):
+    """Their rows are there, since vLLM wants them; even where every learned logit is negative none of them is the highest."""
+    head, target, reader = exported(tmp_path, "medusa", options, "vllm")
+    plain, learned = reader(tmp_path), set(head.vocab.ids_W.tolist())
+    assert plain.known_W.tolist() == sorted(learned)
+    torch.manual_seed(0)
+    for number in range(head.config.steps):
+        weight_VD = plain.lm_head(number)
+        assert len(weight_VD) == target.spec.vocab_size > len(learned)
+        for x_D in torch.randn(50, weight_VD.shape[1]):
+            assert int((weight_VD @ x_D).argmax()) in learned
+        down_VD = weight_VD - 2 * weight_VD.norm(dim=1).max()  # every logit of a positive x is negative
+        for x_D in torch.rand(50, weight_VD.shape[1]) + 0.1:
+            logits_V = down_VD @ x_D
+            assert logits_V.max() < 0
+            assert int(logits_V.argmax()) in learned
