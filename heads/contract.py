@@ -124,7 +124,7 @@ def check_config(contract: Contract, config: Config, spec: TargetSpec | None) ->
 
 
 def setting(values: Config) -> Callable[[Draft], None]:
-    """Set keys. A value None removes its key."""
+    """Set keys."""
 
     def mend(draft: Draft) -> None:
         draft.config |= values

@@ -23,6 +23,7 @@ from headwright.heads.base import make_head
 from headwright.heads.contract import WEIGHTS, Change, Draft, Finding, Method
 from headwright.heads.engine_tables import THETA
 from headwright.heads.foreign import Plain
+from headwright.heads.mtp_native import swapped
 
 PROMPTS = (
     "The capital of France is",
@@ -81,17 +82,12 @@ def hypotheses(plain: Plain, spec: TargetSpec) -> Iterator[Change]:
             "the halves of its input exchanged ([feature ; embedding])",
             f"{WEIGHTS}: {plain.method.halves[0]}",
         )
-        yield Change(words, where, tensors=dict.fromkeys(plain.method.halves, exchanged))
+        yield Change(words, where, tensors=dict.fromkeys(plain.method.halves, swapped))
     for name, weight in sorted(plain.tensors.items()):
         if weight.ndim == 2 and weight.shape[0] == weight.shape[1]:
             yield Change("transposed", f"{WEIGHTS}: {name}", tensors={name: turned})
     yield from other_rotations(plain, spec)
     yield from plain.method.changes(plain.config, plain.tensors, spec)
-
-
-def exchanged(weight: Tensor) -> Tensor:
-    """The two halves of the columns, changed over."""
-    return torch.cat(list(reversed(weight.chunk(2, 1))), 1).contiguous()
 
 
 def turned(weight: Tensor) -> Tensor:
