@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, MinLen
 
 Fraction = Annotated[float, Ge(0), Le(1)]
+StrategyName = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 @dataclass
@@ -149,10 +150,26 @@ class VocabConfig:
 
 @dataclass
 class TrackConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics go besides metrics.jsonl and `headwright plot`."""
 
-    wandb: Annotated[Literal["off", "online", "offline"], "Weights & Biases"] = "off"
-    project: Annotated[str, "W&B project"] = "headwright"
+    wandb: Annotated[
+        Literal["auto", "off", "online", "offline"],
+        "Weights & Biases; auto: where a key is there (`wandb login`), or as WANDB_MODE says",
+    ] = "auto"
+    project: Annotated[str, "project, or experiment, that the run belongs to"] = "headwright"
+    also: Annotated[
+        list[Literal["tensorboard", "mlflow", "trackio"]], "further trackers, by Accelerate's interface"
+    ] = field(default_factory=list)
+
+
+@dataclass
+class DecodeConfig:
+    """Real decoding of held-out prompts during training, beside the τ that stored features give."""
+
+    evals: Annotated[int, "how often in the whole run; the last time at its end. 0: never", Ge(0)] = 2
+    prompts: Annotated[int, "prompts, in turn from the sources; shared by the processes", Ge(1)] = 8
+    max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 48
+    seconds: Annotated[float, "no further prompt is begun after so long", Gt(0)] = 60.0
 
 
 @dataclass
@@ -161,7 +178,7 @@ class TrainConfig:
 
     epochs: Annotated[float, "passes over the features", Gt(0)] = 4
     tokens_per_batch: Annotated[int, "packed tokens per micro-batch and process", Gt(0)] = 2048
-    accumulate: Annotated[int, "micro-batches per optimizer step", Ge(1)] = 1
+    accumulate: Annotated[int, "micro-batches per optimizer step and process", Ge(1)] = 1
     long_documents: Annotated[
         Literal["split", "whole", "refuse"],
         "a document above tokens_per_batch: in parts of its loss-bearing rows, each with all before it as context; "
@@ -187,16 +204,61 @@ class TrainConfig:
         "directory of a trained head to start from: whatever fits is taken over, lm_head rows token by token",
     ] = None
     workers: Annotated[int, "threads that read features ahead of the training step", Ge(1)] = 2
+
+    # How the work is spread. Launchers decide; what stands here must agree with them.
+    strategy: Annotated[
+        Literal["auto"] | StrategyName,
+        "what the launch must be, else the run does not start; auto: whatever was launched (configs/accelerate-*.yaml)",
+    ] = "auto"
+    processes: Annotated[int | None, "likewise: how many processes", Ge(1)] = None
+    mixed_precision: Annotated[
+        Literal["auto", "no", "bf16", "fp16"],
+        "of the head's computation, under autocast; weights stay in fp32. auto: as launched; fp16 scales its losses",
+    ] = "auto"
+    hang_minutes: Annotated[
+        float, "a rank that makes no progress for so long is named, and the training ends with an error", Gt(0)
+    ] = 30.0
+
+    # The optimizer
+    optimizer: Annotated[
+        Literal["adamw", "muon", "adamw-8bit"],
+        "muon: for matrices, with AdamW for the rest; adamw-8bit: needs bitsandbytes and a GPU",
+    ] = "adamw"
     lr: Annotated[float, "peak learning rate", Gt(0)] = 1e-4
-    betas: Annotated[tuple[float, float], "AdamW"] = (0.9, 0.95)
-    weight_decay: Annotated[float, "AdamW", Ge(0)] = 0.0
+    lr_scale: Annotated[
+        dict[str, Annotated[float, Ge(0)]],
+        "learning rates of parts, in the run's, by name or pattern: {lm_head: 0.5, '*norm*': 2}",
+    ] = field(default_factory=dict)
+    schedule: Annotated[
+        Literal["cosine", "linear", "wsd", "constant"], "after the warm-up; wsd: constant, then down in the last part"
+    ] = "cosine"
+    decay: Annotated[Fraction, "wsd: share of the steps in which the rate falls"] = 0.2
     warmup: Annotated[Fraction, "share of the steps with rising learning rate"] = 0.04
-    final_lr: Annotated[Fraction, "learning rate at the end of the cosine, as a share of the peak"] = 0.05
+    final_lr: Annotated[Fraction, "learning rate at the end of the schedule, as a share of the peak"] = 0.05
+    betas: Annotated[tuple[float, float], "AdamW"] = (0.9, 0.95)
+    weight_decay: Annotated[float, "of matrices", Ge(0)] = 0.0
     clip: Annotated[float, "global gradient norm", Gt(0)] = 1.0
+    ema: Annotated[
+        float | None,
+        "moving average of the weights, such as 0.999: what is measured and kept is the average",
+        Gt(0),
+        Le(1),
+    ] = None
+    bad_steps: Annotated[
+        int, "steps in a row with a loss or gradient that is not finite, each left out, after which the run ends", Ge(1)
+    ] = 8
+
+    # What is kept and measured
     evals: Annotated[int, "held-out measurements of τ in the whole run; the best head is kept", Ge(1)] = 6
-    saves: Annotated[int, "checkpoints in the whole run (the last is kept, and the best)", Ge(1)] = 12
+    eval_every: Annotated[int | None, "steps between measurements, in place of evals", Ge(1)] = None
+    decode: Annotated[DecodeConfig, "real decoding beside it"] = field(default_factory=DecodeConfig)
+    patience: Annotated[
+        int | None, "measurements without a better τ after which the training ends; null: it goes to its end", Ge(1)
+    ] = None
+    saves: Annotated[int, "checkpoints in the whole run", Ge(1)] = 12
+    save_every: Annotated[int | None, "steps between checkpoints, in place of saves", Ge(1)] = None
+    keep: Annotated[int, "newest checkpoints that are kept; the best head is always", Ge(1)] = 1
     log_every: Annotated[int, "steps between lines of metrics.jsonl", Ge(1)] = 5
-    mixed_precision: Annotated[Literal["no", "bf16"], "autocast of the head; no on a plain CPU"] = "no"
     track: Annotated[TrackConfig, "trackers"] = field(default_factory=TrackConfig)
 
 

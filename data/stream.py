@@ -124,6 +124,14 @@ class FeatureStream:
             mine.append(batch if index < len(batches) else batch.without_loss())
         return mine
 
+    def documents(self, step: int) -> list[int]:
+        """What this rank reads in a step."""
+        epoch = 0
+        while step >= (count := math.ceil(len(batches := self.epoch_batches(epoch)) / self.group)):
+            step, epoch = step - count, epoch + 1
+        first = step * self.group + self.rank * self.accumulate
+        return [piece.document for batch in batches[first : first + self.accumulate] for piece in batch]
+
     def batch(self, pieces: Sequence[Piece]) -> FeatureBatch:
         """One packed batch."""
         documents = self.reader.read([piece.document for piece in pieces])

@@ -83,6 +83,20 @@ def repeated_4grams(texts: Sequence[Sequence[int]]) -> float:
     return repeated / total if total else 0.0
 
 
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's: 1 where both order the runs alike, −1 where they order them the other way round. Equals share a rank."""
+    ours, theirs = ranks(left), ranks(right)
+    if min(ours.std(), theirs.std()) == 0:
+        return float("nan")
+    return float(np.corrcoef(ours, theirs)[0, 1])
+
+
+def ranks(values: Sequence[float]) -> np.ndarray:
+    """The place of each value, from 0; the mean of the places that equal values take."""
+    given = np.asarray(values)
+    return ((given[:, None] > given).sum(1) + (given[:, None] >= given).sum(1) - 1) / 2
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, for tables and plots; a torn last line is left out."""
     records = []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
-from torch import nn
+from torch import Tensor, nn
 
 from headwright.configs import UserError
 from headwright.data.target import Target
@@ -90,15 +90,15 @@ class Adapter(nn.Module):
         """Whether the adapter is being trained."""
         return progress >= self.config.joint_from
 
-    def save(self, folder: Path) -> None:
-        """As peft and engines read it: adapter_config.json and adapter_model.safetensors."""
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """As peft and engines read it: adapter_config.json and adapter_model.safetensors. `weights`: the head's state."""
         from headwright.data.store import replace_with, save_tensors, write_json
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
-        for name, part in self.parts.named_children():
+        for name, _ in self.parts.named_children():
             for side in "AB":
-                weight = part.get_submodule(side).get_parameter("weight").detach().cpu().contiguous()
+                weight = weights[f"adapter.parts.{name}.{side}.weight"]
                 tensors[f"base_model.model.{name.replace('/', '.')}.lora_{side}.weight"] = weight
         replace_with(folder / "adapter_model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
         described = {

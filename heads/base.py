@@ -278,8 +278,8 @@ class DraftHead(nn.Module):
         """What the head changes in its target, for heads that adapt it; None: nothing, so that the text is the target's own."""
         return None
 
-    def save_beside(self, folder: Path) -> None:
-        """Further files of a saved head."""
+    def save_beside(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Further files of a saved head, whose state is `weights`."""
 
     def rate_of(self, name: str) -> float:
         """The learning rate of a parameter, in rates of the run."""

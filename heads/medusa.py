@@ -92,10 +92,10 @@ class Head(Fan):
         """The adapter."""
         return None if self.config.adapter is None else {"adapter": asdict(self.config.adapter)}
 
-    def save_beside(self, folder: Path) -> None:
+    def save_beside(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """The adapter in peft's format."""
         if self.config.adapter is not None:
-            self.adapter.save(folder / "adapter")
+            self.adapter.save(folder / "adapter", weights)
 
     def rate_of(self, name: str) -> float:
         """The adapter learns more slowly than the heads."""

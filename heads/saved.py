@@ -24,10 +24,11 @@ FORMAT = "headwright.head/1"
 SHOWN = 12  # names of tensors that a warm start left as they were
 
 
-def save_head(head: DraftHead, folder: Path) -> None:
-    """head.json and model.safetensors, each by atomic rename."""
+def save_head(head: DraftHead, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """head.json and model.safetensors, each by atomic rename. `weights`: in place of those that the head holds."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    held = head.state_dict() if weights is None else weights
+    tensors = {name: value.detach().cpu().contiguous() for name, value in held.items()}
     tensors["vocab.ids"] = head.vocab.ids_W.cpu()
     replace_with(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": FORMAT}))
     described = {
@@ -37,7 +38,7 @@ def save_head(head: DraftHead, folder: Path) -> None:
         "taps": list(head.taps),
     }
     write_json(folder / "head.json", described)
-    head.save_beside(folder)
+    head.save_beside(folder, tensors)
 
 
 def load_head(folder: Path, target: Target | None = None, dtype: torch.dtype | None = None) -> DraftHead:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from headwright.configs import RunConfig
 from headwright.configs.command import clean_exit
@@ -37,13 +36,15 @@ from headwright.eval.drafters import PromptLookup
 from headwright.eval.metrics import acceptance_length, bootstrap, phase_milliseconds, tokens_per_second
 from headwright.eval.rollout_tau import cycles_of_documents
 from headwright.eval.suffix import SuffixDrafter, read_corpus
-from headwright.eval.tune import answered, prompt_of, spread
+from headwright.eval.tune import answered, prompt_of
+from headwright.eval.tune import spread as evenly
 from headwright.heads.base import Drafter, DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.saved import load_head
+from headwright.train.launch import open_launch
 from headwright.train.loop import one_step
-from headwright.train.optim import make_optimizer
 from headwright.train.run import make_stream, train
+from headwright.train.spread import spread
 from headwright.train.track import Meter
 
 JOINT = [  # Medusa-2 goes on where Medusa-1 ended, with the target from the first step
@@ -85,19 +86,19 @@ def run_of(name: str, arguments: argparse.Namespace) -> RunConfig:
 
 def steps_per_second(run: RunConfig) -> tuple[float, int]:
     """CPU seconds of a training step, median of a few; and the steps of an epoch."""
-    accelerator = Accelerator()
+    launch = open_launch(run.train)
     features = open_store(run, "train")
-    target = Target.load(run.target, features.manifest.taps, accelerator.device)
+    target = Target.load(run.target, features.manifest.taps, launch.device)
     vocab = choose_vocab(run, features, features.manifest.target, target.tokenizer)
-    head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
+    head = make_head(run.head, target.spec, target.taps, vocab).to(launch.device)
     head.attach(target)
     head.initialise(target)
     head.engine = Engine(progress=0.75)
-    optimizer, stream = make_optimizer(head, run.train, head.rate_of), make_stream(run, features, head, accelerator)
+    strategy, stream = spread(head, run.train, launch), make_stream(run, features, head, launch)
     seconds = []
     for batches in stream.steps(0, PROBE):
         begun = cpu_seconds()
-        one_step(accelerator, head, optimizer, batches, target, run.train, Meter())
+        one_step(strategy, batches, target, Meter())
         seconds.append(cpu_seconds() - begun)
     return statistics.median(seconds[WARM:]), stream.steps_per_epoch()
 
@@ -190,7 +191,7 @@ def measure(arguments: argparse.Namespace) -> None:
     reader = FeatureReader(store_path(base, "held-out"))
     shared = Target.load(base.target, reader.manifest.taps, "cpu")
     heads = contenders(arguments, shared)
-    prompts = [prompt_of(document) for document in spread(answered(base, reader), arguments.prompts)]
+    prompts = [prompt_of(document) for document in evenly(answered(base, reader), arguments.prompts)]
     sides = all_sides(base, heads, shared)
     for side in sides:
         side.decode(prompts[0], 4)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from bench_train import PEERS, SIDES, environment, stack
 from safetensors.torch import load_file
 
@@ -41,8 +40,10 @@ from headwright.eval.rollout_tau import rollout_tau
 from headwright.heads.base import DraftHead, make_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.eagle3 import Config
+from headwright.train.launch import Launch
 from headwright.train.loop import one_step
-from headwright.train.optim import learning_rate, make_optimizer, set_learning_rate
+from headwright.train.optim import learning_rate, set_learning_rate
+from headwright.train.strategy import Strategy
 from headwright.train.track import Meter
 
 TICKS = 10_000  # the schedule's steps: a share of the CPU time in hundredths of a percent
@@ -121,12 +122,12 @@ def train_ours(bench: Bench, lr: float) -> tuple[DraftHead, dict[str, Any], list
     head = make_head(run.head, bench.target.spec, bench.target.taps, bench.vocab)
     head.initialise(bench.target)
     run.train.lr = lr
-    optimizer, meter, accelerator = make_optimizer(head, run.train), Meter(), Accelerator(cpu=True)
+    strategy, meter = Strategy(head, run.train, Launch()), Meter()
     stream = FeatureStream(bench.train, run.train.tokens_per_batch, seed=run.seed, lookahead=head.lookahead)
     started, steps, progress, curve = time.process_time(), 0, 0.0, []
     for batches in stream.steps(0, 10**9):
-        set_learning_rate(optimizer, learning_rate(run.train, int(progress * TICKS), TICKS))
-        one_step(accelerator, head, optimizer, batches, bench.target, run.train, meter)
+        set_learning_rate(strategy.groups(), learning_rate(run.train, int(progress * TICKS), TICKS))
+        one_step(strategy, batches, bench.target, meter)
         steps, used = steps + 1, time.process_time() - started
         before, progress = progress, used / bench.seconds
         if int(progress * 50) > int(before * 50):

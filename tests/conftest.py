@@ -1,6 +1,7 @@
 """Tiny random targets of several families, a small tokenizer, and a run over them. Nothing here is downloaded."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ if Path(headwright.heads.__file__).resolve().parents[1] != ROOT:
     raise RuntimeError(f"headwright is installed from another checkout; run: pip install -e {ROOT}")
 
 torch.set_num_threads(1)
+os.environ.setdefault("WANDB_MODE", "disabled")  # a developer's key must not upload test runs
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,6 +1,5 @@
 """Medusa-2: LoRA lies in the target's layers, starts as nothing, learns as the config says, and travels with the head."""
 
-import contextlib
 import copy
 import json
 import math
@@ -29,9 +28,11 @@ from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.saved import load_head, save_head
 from headwright.train import loop
+from headwright.train.launch import Launch
 from headwright.train.loop import one_step
-from headwright.train.optim import make_optimizer, set_learning_rate
+from headwright.train.optim import make_optimizers, set_learning_rate
 from headwright.train.run import train
+from headwright.train.strategy import Strategy
 from headwright.train.track import Meter
 
 LAST = (8,)
@@ -306,16 +307,6 @@ def test_heads_learn_from_the_adapted_states(lm_head):
     assert set(out.metrics) >= {"loss_0", "loss_1", "alpha_1", "target_loss"}
 
 
-class Alone:
-    """What `one_step` asks of Accelerate."""
-
-    num_processes, device = 1, torch.device("cpu")
-    reduce = staticmethod(lambda value, how: value)
-    autocast = no_sync = staticmethod(lambda *_: contextlib.nullcontext())
-    backward = staticmethod(lambda loss: loss.backward())
-    clip_grad_norm_ = staticmethod(nn.utils.clip_grad_norm_)
-
-
 def test_only_adapter_and_heads_are_trained():
     """A step moves both, and not a bit of the target."""
     target = make_target(taps=LAST)
@@ -324,7 +315,7 @@ def test_only_adapter_and_heads_are_trained():
     head = stir(medusa2(target)).train()
     head.engine = Engine(progress=0.75)
     before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
-    one_step(Alone(), head, make_optimizer(head, TrainConfig(), head.rate_of), [batch], target, TrainConfig(), Meter())
+    one_step(Strategy(head, TrainConfig(), Launch()), [batch], target, Meter())
     assert all(not torch.equal(before[name], weight) for name, weight in head.named_parameters())
     ours = {id(weight) for weight in head.parameters()}
     left = {name: weight for name, weight in target.model.named_parameters() if id(weight) not in ours}
@@ -342,9 +333,9 @@ def test_rate_of_scales_learning_rates():
     target = make_target(taps=LAST)
     head = medusa2(target, rate=0.125)
     config = TrainConfig(lr=8e-3, weight_decay=0.1)
-    optimizer = make_optimizer(head, config, head.rate_of)
+    [optimizer] = make_optimizers(head, config)
     names = {id(weight): name for name, weight in head.named_parameters()}
-    set_learning_rate(optimizer, 8e-3)
+    set_learning_rate(optimizer.param_groups, 8e-3)
     seen = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -353,8 +344,8 @@ def test_rate_of_scales_learning_rates():
     for name, (rate, decay) in seen.items():
         assert rate == pytest.approx(1e-3 if name.startswith("adapter.") else 8e-3)
         assert decay == (0.0 if name.endswith("bias") else 0.1)
-    plain = make_optimizer(make_any("medusa", target, steps=2), config)
-    set_learning_rate(plain, 2e-3)
+    [plain] = make_optimizers(make_any("medusa", target, steps=2), config)
+    set_learning_rate(plain.param_groups, 2e-3)
     assert {group["lr"] for group in plain.param_groups} == {2e-3}
 
 
@@ -364,8 +355,8 @@ def test_a_step_is_as_long_as_its_rate():
     head = stir(medusa2(target, rate=0.5))
     head.engine = Engine(progress=0.75)
     config = TrainConfig(lr=1e-3)
-    optimizer = make_optimizer(head, config, head.rate_of)
-    set_learning_rate(optimizer, config.lr)
+    [optimizer] = make_optimizers(head, config)
+    set_learning_rate(optimizer.param_groups, config.lr)
     before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
     head.loss(pack(texts(target)), target).total.backward()
     optimizer.step()
@@ -557,8 +548,8 @@ def test_dropout_is_on_from_the_first_step(monkeypatch, make_run):
     """A module that the loop trains is in training mode."""
     modes = []
 
-    def look(accelerator, model, *_):
-        modes.extend(part.training for part in model.modules() if isinstance(part, nn.Dropout))
+    def look(strategy, *_):
+        modes.extend(part.training for part in strategy.head.modules() if isinstance(part, nn.Dropout))
         raise Interrupted
 
     monkeypatch.setattr(loop, "one_step", look)

@@ -410,8 +410,8 @@ def starts_as(monkeypatch, run) -> dict[str, Tensor]:
     """The weights that the first step of a training would see."""
     found = {}
 
-    def look(accelerator, model, *_):
-        found.update({name: value.clone() for name, value in model.state_dict().items()})
+    def look(strategy, *_):
+        found.update({name: value.clone() for name, value in strategy.head.state_dict().items()})
         raise Interrupted
 
     with monkeypatch.context() as patch:

@@ -211,8 +211,8 @@ def test_training_starts_from_it_and_says_so(monkeypatch, capsys, model_dir, cha
     folder, found = done.directory / "head", {}
     run = short_run(model_dir, chats, done.runs, "warm", str(folder), norm_output=True)
 
-    def look(accelerator, model, *_):
-        found.update(copied(model))
+    def look(strategy, *_):
+        found.update(copied(strategy.head))
         raise Interrupted
 
     with monkeypatch.context() as patch:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from headwright.configs import RunConfig
 from headwright.configs.command import run_stage
@@ -29,8 +28,9 @@ from headwright.data.vocab import DraftVocab, count_tokens
 from headwright.eval.decode import speculate
 from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
+from headwright.train.launch import open_launch
 from headwright.train.loop import one_step
-from headwright.train.optim import make_optimizer
+from headwright.train.spread import spread
 from headwright.train.track import Meter
 
 SECTIONS = ("corpus", "answers", "harvest", "vocab", "train", "plan")
@@ -186,24 +186,24 @@ def probe_training(
     run: RunConfig, target: Target, head: DraftHead, documents: Sequence[DocumentFeatures], tokens: int
 ) -> tuple[float, int]:
     """Seconds per packed token, from a few real steps; and how many steps there will be."""
-    accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
+    launch = open_launch(run.train)
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
-    model, optimizer = accelerator.prepare(head, make_optimizer(head, run.train, head.rate_of))
+    strategy = spread(head, run.train, launch)
     lengths, rows = [len(d.ids_T) for d in documents], [len(d.last_RD) for d in documents]
     groups = plan_epoch(lengths, rows, run.train.tokens_per_batch, run.seed, 0, "whole")
     batches = [pack([documents[piece.document] for piece in group]) for group in groups]
-    one_step(accelerator, model, optimizer, [batches[0]], target, run.train, Meter())  # warm-up
+    one_step(strategy, [batches[0]], target, Meter())  # warm-up
     seconds, seen = 0.0, 0
     for done, batch in enumerate(batches):
         if done >= 3 and seconds > run.plan.seconds / 4:
             break
         started = time.perf_counter()
-        float(one_step(accelerator, model, optimizer, [batch], target, run.train, Meter()))
+        float(one_step(strategy, [batch], target, Meter())[0])
         seconds += time.perf_counter() - started
         seen += len(batch.ids_T)
     per_batch = sum(len(d.ids_T) for d in documents) / len(groups)
-    steps = run.train.epochs * tokens / per_batch / run.train.accumulate / accelerator.num_processes
-    return seconds / seen / accelerator.num_processes, max(1, round(steps))
+    steps = run.train.epochs * tokens / per_batch / run.train.accumulate / launch.world
+    return seconds / seen / launch.world, max(1, round(steps))
 
 
 def probe_evaluation(run: RunConfig, target: Target, head: DraftHead, documents: Sequence[DocumentFeatures]) -> float:

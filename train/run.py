@@ -1,16 +1,17 @@
 """One training run, any kind of head: `accelerate launch train/<kind>.py --config …` or `headwright train`."""
 
-import os
-from dataclasses import asdict
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from headwright.configs import RunConfig, UserError
+from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, table
+from headwright.configs.load import parse
 from headwright.data import packing
 from headwright.data.corpus import read_corpus
 from headwright.data.harvest import (
@@ -24,19 +25,24 @@ from headwright.data.harvest import (
 )
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.packing import Long, plan_epoch
-from headwright.data.store import write_json
+from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
 from headwright.data.vet import make_vet
 from headwright.data.vocab import choose_vocab, count_tokens, coverage
-from headwright.eval.metrics import read_metrics
-from headwright.eval.rollout_tau import rollout_tau
+from headwright.eval.metrics import rank_correlation, read_metrics
 from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.fused import switch
 from headwright.heads.saved import save_head, warm_start
-from headwright.train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from headwright.train.loop import Callbacks, fit, unwrapped
-from headwright.train.optim import make_optimizer
+from headwright.train.checkpoint import Checkpoint, Progress, Saver, differences, read_checkpoint, show
+from headwright.train.health import chance
+from headwright.train.launch import Launch, open_launch
+from headwright.train.loop import Callbacks, Parts, fit
+from headwright.train.measure import Measure, measured_depth
+from headwright.train.optim import refuse_optimizer
+from headwright.train.provenance import cleaned, command, provenance
+from headwright.train.spread import spread
+from headwright.train.strategy import Strategy
 from headwright.train.track import Tracker
 
 SHOWN = 5  # documents that were left out
@@ -44,13 +50,46 @@ SECTIONS = ("vocab", "head", "train")
 ABOUT = "Train a draft head on harvested features; keep the one with the best τ on held-out text."
 
 
-# of the loop's keys: what may change while a run is interrupted, since no value depends on it
-UNBOUND = ("track", "log_every", "saves", "evals", "accumulate", "workers", "recompute", "loss_mib", "compile")
+# of the loop's keys: what may change while a run is interrupted, since no weight depends on it
+UNBOUND = (
+    "track",
+    "log_every",
+    "saves",
+    "save_every",
+    "keep",
+    "evals",
+    "eval_every",
+    "decode",
+    "patience",
+    "accumulate",
+    "workers",
+    "recompute",
+    "loss_mib",
+    "compile",
+    "strategy",
+    "processes",
+    "hang_minutes",
+    "bad_steps",
+    "mixed_precision",
+)
 
 
 def head_path(run: RunConfig) -> Path:
     """Where the best head lies."""
     return run.directory / "head"
+
+
+@dataclass
+class Prepared:
+    """What a training needs before its first step."""
+
+    target: Target
+    features: Documents
+    held_out: FeatureReader
+    head: DraftHead
+    covered: float
+    by_chance: float
+    warmed: str | None
 
 
 def train(run: RunConfig, dry_run: bool = False) -> None:
@@ -59,18 +98,57 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         check_offline(run)
         return
-    if not torch.cuda.is_available():  # accelerate imports deepspeed, which otherwise warns of a missing GPU
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    accelerator = Accelerator(mixed_precision=run.train.mixed_precision)
+    launch = open_launch(run.train)
+    refuse_optimizer(run.train, launch.strategy, launch.device)
     torch.manual_seed(run.seed)
+    lesson = prepare(run, launch)
+    stream = make_stream(run, lesson.features, lesson.head, launch)
+    total = max(1, round(run.train.epochs * stream.steps_per_epoch()))
+    folder, identity = run.directory / "checkpoints", run_identity(run, lesson.features, launch, total)
+    config = cleaned(parse(dump(run)))
+    found = read_checkpoint(folder, identity)
+    state = found.progress if found else Progress(total=total)
+    changed = differences(state.config, config) if found else {}
+    state.identity, state.config = identity, config
+    strategy = take_up(lesson.head, run, launch, found)
+    launch.wait()  # what is refused is refused before anything is written
+    facts = provenance(launch, lesson.features.manifest)
+    if launch.main:
+        save_config(run)
+        write_json(run.directory / "provenance.json", facts)
+        show_start(run, lesson, stream, state, strategy)
+        show_changes(changed)
+    saver = Saver(folder, run.train.keep, facts)
+    callbacks = Callbacks(
+        Measure.of(run, strategy, lesson.target, lesson.held_out),
+        keeper(run, strategy),
+        lambda state: saver.save(strategy, state),
+    )
+    tracker = Tracker(run, launch.main, state.step, facts | {"coverage": lesson.covered})
+    lesson.head.train()
+    try:
+        ending = fit(Parts(strategy, stream, lesson.target, run.train, state, tracker, callbacks, lesson.by_chance))
+        saver.wait()
+        if ending != "stopped":
+            tracker.artifact(f"{run.name}-head", "model", head_path(run))
+    finally:
+        saver.close()
+        tracker.close()
+    if launch.main:
+        finish(run, lesson, stream, state, ending)
+
+
+def prepare(run: RunConfig, launch: Launch) -> Prepared:
+    """Target, features, vocabulary and head. Raises UserError where they do not fit together."""
     held_out = open_store(run, "held-out")
-    target = Target.load(run.target, held_out.manifest.taps, accelerator.device)
+    target = Target.load(run.target, held_out.manifest.taps, launch.device)
     features = open_features(run, target)
     for side in (features, held_out):
         refuse_other_store(side, target)
     vocab = choose_vocab(run, features, held_out.manifest.target, target.tokenizer)
-    covered = coverage(vocab, count_tokens(held_out.response_tokens(), target.spec.vocab_size))
-    head = make_head(run.head, target.spec, target.taps, vocab).to(accelerator.device)
+    tokens = torch.cat(list(held_out.response_tokens()))
+    covered = coverage(vocab, count_tokens([tokens], target.spec.vocab_size))
+    head = make_head(run.head, target.spec, target.taps, vocab).to(launch.device)
     head.attach(target)
     if head.changes_target() and run.harvest.features != "stored":
         raise UserError(
@@ -80,57 +158,37 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     head.initialise(target)
     warmed = warm_start(head, Path(run.train.warm_start)) if run.train.warm_start else None
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
-    switch(run.train.compile, accelerator.device)
-    optimizer = make_optimizer(head, run.train, head.rate_of)
+    switch(run.train.compile, launch.device)
+    return Prepared(target, features, held_out, head, covered, chance(tokens, vocab.ids_W), warmed)
 
-    stream = make_stream(run, features, head, accelerator)
-    total = max(1, round(run.train.epochs * stream.steps_per_epoch()))
-    folder, identity = run.directory / "checkpoints", run_identity(run, features, accelerator, total)
-    state = load_checkpoint(folder, head, optimizer, identity) or Progress(total=total, identity=identity)
-    model, optimizer = accelerator.prepare(head, optimizer)
-    check_parallel(accelerator, model)
-    if accelerator.is_main_process:
-        save_config(run)  # only now: a run that the checkpoint refuses must not change what lies beside it
-        show_start(run, head, stream, state, covered)
-        if warmed and state.step == 0:
-            say(warmed)
 
-    def measure() -> dict[str, float]:
-        head.eval()
-        cycles = rollout_tau(head, target, held_out, measured_depth(run), run.train.tokens_per_batch)
-        head.train()
-        joint = cycles.joint(measured_depth(run))
-        return {"tau": cycles.acceptance_length} | {f"accepted_{k + 1}": share for k, share in enumerate(joint)}
+def take_up(head: DraftHead, run: RunConfig, launch: Launch, found: Checkpoint | None) -> Strategy:
+    """The head as the launch spreads it, with what the checkpoint holds."""
+    if found:
+        head.load_state_dict(found.weights)
+    strategy = spread(head, run.train, launch)
+    if found:
+        strategy.restore(found.moments)
+    return strategy
+
+
+def keeper(run: RunConfig, strategy: Strategy) -> Callable[[Progress], None]:
+    """Saves the head as the best so far. All ranks call it."""
 
     def keep_best(state: Progress) -> None:
-        if accelerator.is_main_process:
-            save_head(unwrapped(accelerator, model), head_path(run))
+        weights = strategy.shown_weights()
+        if strategy.launch.main:
+            save_head(strategy.head, head_path(run), weights)
+            write_json(head_path(run) / "provenance.json", provenance_of_best(run, state))
 
-    def save(state: Progress) -> None:
-        if accelerator.is_main_process:
-            save_checkpoint(folder, unwrapped(accelerator, model), optimizer, state)
-        accelerator.wait_for_everyone()
+    return keep_best
 
-    head.train()
-    tracker = Tracker(run, accelerator.is_main_process, since=state.step)
-    try:
-        fit(
-            accelerator,
-            model,
-            optimizer,
-            stream,
-            target,
-            run.train,
-            state,
-            tracker,
-            Callbacks(measure, keep_best, save),
-        )
-    finally:
-        tracker.close()
-    if accelerator.is_main_process:
-        if isinstance(features, HybridDocuments):
-            features.writer.finish()  # from now on an ordinary store
-        show_end(run, features, stream, state, covered)
+
+def provenance_of_best(run: RunConfig, state: Progress) -> dict[str, Any]:
+    """That of the run, with the step."""
+
+    facts: dict[str, Any] = json.loads((run.directory / "provenance.json").read_text(encoding="utf-8"))
+    return facts | {"step": state.step, "tau": state.best_tau, "config": state.config}
 
 
 def open_features(run: RunConfig, target: Target) -> Documents:
@@ -168,15 +226,15 @@ def refuse_other_store(features: Documents, target: Target) -> None:
         )
 
 
-def make_stream(run: RunConfig, features: Documents, head: DraftHead, accelerator: Accelerator) -> FeatureStream:
+def make_stream(run: RunConfig, features: Documents, head: DraftHead, launch: Launch) -> FeatureStream:
     """This rank's share of the packed batches."""
     refuse_long(run, features)
     return FeatureStream(
         features,
         run.train.tokens_per_batch,
         run.train.accumulate,
-        accelerator.process_index,
-        accelerator.num_processes,
+        launch.rank,
+        launch.world,
         run.seed,
         run.train.workers,
         long_of(run),
@@ -197,7 +255,7 @@ def refuse_long(run: RunConfig, features: Documents) -> None:
         )
 
 
-def run_identity(run: RunConfig, features: Documents, accelerator: Accelerator, total: int) -> dict[str, Any]:
+def run_identity(run: RunConfig, features: Documents, launch: Launch, total: int) -> dict[str, Any]:
     """What must be unchanged for a checkpoint to be continued."""
     loop = {key: value for key, value in asdict(run.train).items() if key not in UNBOUND}
     return {
@@ -205,74 +263,102 @@ def run_identity(run: RunConfig, features: Documents, accelerator: Accelerator, 
         "vocab": asdict(run.vocab) | {"coverage": None},
         "head": asdict(run.head),
         "train": loop | {"betas": list(loop["betas"])},
+        "precision": launch.precision,
         "packing": packing.VERSION,
-        "batches per step": run.train.accumulate * accelerator.num_processes,
+        "batches per step": run.train.accumulate * launch.world,
         "total steps": total,
         "seed": run.seed,
     }
 
 
-def check_parallel(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Several processes that do not share gradients would train several heads and keep one."""
-    launched = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    wrapped = isinstance(model, DraftHead) is False
-    if launched > 1 and (accelerator.num_processes != launched or not wrapped):
-        raise UserError(
-            f"{launched} processes were launched, but Accelerate runs {accelerator.num_processes} with "
-            f"{type(model).__name__}: no gradients would be shared. On CPUs launch with\n"
-            f"  ACCELERATE_USE_CPU=true torchrun --nproc_per_node {launched} train/<kind>.py --config …"
-        )
-
-
-def measured_depth(run: RunConfig) -> int:
-    """The chain whose τ decides which head is kept: the first chain that will be evaluated."""
-    return next((shape.depth for shape in run.eval.shapes if shape.kind == "chain"), 5)
-
-
-def show_start(run: RunConfig, head: DraftHead, stream: FeatureStream, state: Progress, covered: float) -> None:
-    """What is about to be trained."""
-    features, empty = stream.reader, stream.rows.count(0)
-    trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+def show_start(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, strategy: Strategy) -> None:
+    """What is about to be trained, and how."""
+    features, head, launch = stream.reader, lesson.head, strategy.launch
+    empty, trained = stream.rows.count(0), sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     say(
         f"{run.head.kind}: {trained / 1e6:.1f} M parameters, {len(features)} documents, "
         f"{features.manifest.response_tokens} response tokens, steps {state.step} to {state.total}"
     )
+    precision = "fp32" if launch.precision == "no" else f"{launch.precision} over fp32 weights"
+    say(
+        f"{strategy.describe()}; {launch.device.type}, {precision}; a step is {stream.group} batches of at most "
+        f"{stream.tokens_per_batch} tokens, {stream.accumulate} on each process"
+    )
     if empty:
         say(f"{empty} documents have no two response tokens in a row: there is nothing to learn from them")
-    say(f"draft vocabulary: {len(head.vocab)} tokens hold {covered:.1%} of the held-out response tokens")
-    if covered < run.vocab.coverage:
+    say(f"draft vocabulary: {len(head.vocab)} tokens hold {lesson.covered:.1%} of the held-out response tokens")
+    if lesson.covered < run.vocab.coverage:
         say(f"warning: under {run.vocab.coverage:.0%}; what lies outside can never be accepted: raise vocab.size")
+    if lesson.warmed and state.step == 0:
+        say(lesson.warmed)
 
 
-def show_end(run: RunConfig, features: Documents, stream: FeatureStream, state: Progress, covered: float) -> None:
+def show_changes(changed: dict[str, tuple[Any, Any]]) -> None:
+    """Keys that are not as they were when the checkpoint was written, and may be so."""
+    if changed:
+        say("changed since the checkpoint (the weights do not depend on it):\n" + "\n".join(show(changed)))
+
+
+def finish(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, ending: str) -> None:
+    """What the run leaves, and what it says at its end."""
+    if ending == "stopped":
+        say(f"stopped after step {state.step} of {state.total}; a checkpoint is written. To continue:\n  {command()}")
+        return
+    if isinstance(lesson.features, HybridDocuments):
+        lesson.features.writer.finish()  # from now on an ordinary store
+    if ending == "early":
+        say(f"ended early: τ was not better in {state.since_best} measurements (train.patience)")
+    show_end(run, lesson, stream, state)
+
+
+def show_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress) -> None:
     """The curve of the run."""
-    records = read_metrics(run.directory / "metrics.jsonl")
-    depth = measured_depth(run)
-    columns = ["step", "τ", *(f"≥{k} accepted" for k in range(1, depth + 1))]
-    rows = [
-        [r["step"], f"{r['tau']:.3f}", *(f"{r.get(f'accepted_{k}', 0):.1%}" for k in range(1, depth + 1))]
-        for r in records
-        if "tau" in r
-    ]
-    table(f"held-out text, greedy chain of {depth}", columns, rows)
+    features = lesson.features
+    records = [record for record in read_metrics(run.directory / "metrics.jsonl") if "tau" in record]
+    show_curve(records, measured_depth(run))
     for document, wrong in sorted(stream.skipped.items())[:SHOWN]:
         say(f"left out: document {document} ({features.place(document)}): {wrong}")
     if stream.skipped:
         say(f"{len(stream.skipped)} documents of {len(features)} were left out (train.bad_documents)")
+    if state.left_out:
+        say(f"{state.left_out} steps were left out: loss or gradient were not finite")
     say(
         f"trained {state.step} steps in {duration(state.seconds)}; "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
+    kept = {key: value for key, value in vars(state).items() if key != "config"}
     write_json(
         run.directory / "training.json",
-        vars(state)
+        kept
         | {
-            "coverage": covered,
+            "coverage": lesson.covered,
             "skipped": len(stream.skipped),
             "response_tokens": features.manifest.response_tokens,
             "peak_memory": peak_memory(),
         },
     )
+
+
+def show_curve(records: list[dict[str, Any]], depth: int) -> None:
+    """τ beside what others keep their heads by."""
+    decoded = any("tau_decoded" in record for record in records)
+    columns = [
+        "step",
+        "τ",
+        *(["decoded"] if decoded else []),
+        "proxy",
+        *(f"≥{k} accepted" for k in range(1, depth + 1)),
+    ]
+    rows = []
+    for record in records:
+        real = [f"{record['tau_decoded']:.3f}" if "tau_decoded" in record else ""] if decoded else []
+        shares = (f"{record.get(f'accepted_{k}', 0):.1%}" for k in range(1, depth + 1))
+        rows.append([record["step"], f"{record['tau']:.3f}", *real, f"{record.get('tau_proxy', 0):.3f}", *shares])
+    table(f"held-out text, greedy chain of {depth}", columns, rows)
+    for name, label in (("tau_proxy", "the teacher-forced proxy"), ("tau_decoded", "τ of real decoding")):
+        pairs = [(record["tau"], record[name]) for record in records if name in record]
+        if len(pairs) >= 3:
+            say(f"rank correlation of τ with {label}: {rank_correlation(*zip(*pairs)):.2f} ({len(pairs)} measurements)")
 
 
 def main(argv: list[str] | None = None, kind: str | None = None) -> None:

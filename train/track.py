@@ -1,48 +1,80 @@
-"""Where metrics go: metrics.jsonl always, Weights & Biases when asked."""
+"""Where metrics go: metrics.jsonl always; Weights & Biases where there is a key; others by Accelerate's tracker interface.
 
+A tracker never stops a training: what it raises is said once, and the run goes on without it.
+"""
+
+import contextlib
 import json
 import os
-from collections.abc import Callable
-from typing import Any
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from headwright.configs import RunConfig, reason
+from headwright.configs import RunConfig, dump, reason
 from headwright.configs.console import say
-from headwright.data.store import write_text
+from headwright.configs.load import parse
+from headwright.data.store import write_json, write_text
 from headwright.eval.metrics import read_metrics
+from headwright.train.provenance import cleaned
+
+NAMES = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "trackio": "trackio"}
 
 
 class Meter:
-    """Metrics as numerators and denominators, added up on the device and read once per log line."""
+    """Metrics as numerators and denominators, added up on the device and read once per log line. A batch with anything that
+    is not finite counts for nothing: its step is left out, too.
+    """
 
     def __init__(self) -> None:
-        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[tuple[str, ...], Tensor] = {}
 
-    def add(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def add(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add one batch."""
-        for name, (top, bottom) in metrics.items():
-            old = self.sums.get(name)
-            self.sums[name] = (top, bottom) if old is None else (old[0] + top, old[1] + bottom)
+        if not metrics:
+            return
+        names = tuple(metrics)
+        pairs = torch.stack([torch.stack([top.float(), bottom.float()]) for top, bottom in metrics.values()])
+        pairs = torch.where(torch.isfinite(pairs).all(), pairs, 0.0)
+        self.sums[names] = self.sums[names] + pairs if names in self.sums else pairs
 
-    def read(self, reduce: Any) -> dict[str, float]:
+    def read(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Means over all ranks (`reduce` sums a tensor over them); starts anew."""
-        if not self.sums:
-            return {}
-        names = list(self.sums)
-        stacked = torch.stack([torch.stack([a.float(), b.float()]) for a, b in self.sums.values()])
-        totals = reduce(stacked).tolist()
+        totals: dict[str, list[float]] = {}
+        for names, pairs in self.sums.items():
+            for name, (top, bottom) in zip(names, reduce(pairs).tolist()):
+                sums = totals.setdefault(name, [0.0, 0.0])
+                sums[0], sums[1] = sums[0] + top, sums[1] + bottom
         self.sums = {}
-        return {name: top / bottom for name, (top, bottom) in zip(names, totals) if bottom}
+        return {name: top / bottom for name, (top, bottom) in totals.items() if bottom}
+
+
+class Sink(Protocol):
+    """A tracker."""
+
+    name: str
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One record, with its step."""
+
+    def artifact(self, name: str, kind: str, path: Path) -> None:
+        """A file or directory of the run."""
+
+    def finish(self) -> None:
+        """The run has ended."""
 
 
 class Tracker:
-    """Writes each record to metrics.jsonl, and to W&B. On resuming, what a killed run wrote after its checkpoint is dropped."""
+    """Writes each record to metrics.jsonl, and to trackers. On resuming, what a killed run wrote after its checkpoint is
+    dropped.
+    """
 
-    def __init__(self, run: RunConfig, active: bool, since: int):
+    def __init__(self, run: RunConfig, active: bool, since: int, facts: dict[str, Any] | None = None):
         self.file = None
-        self.wandb: Any = None
+        self.sinks: list[Sink] = []
         if not active:
             return
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -50,51 +82,174 @@ class Tracker:
         kept = "".join(json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= since)
         write_text(path, kept)
         self.file = path.open("a", encoding="utf-8")
-        if run.train.track.wandb != "off":
-            self.wandb = start_wandb(run)
+        self.sinks = open_sinks(run, facts or {})
 
     def log(self, record: dict[str, Any]) -> None:
         """One record, with its step."""
         if self.file is not None:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        if self.wandb is not None:
-            self.attempt(lambda: self.wandb.log(record, step=record["step"]))
+        self.each(lambda sink: sink.log(record))
 
-    def attempt(self, call: Callable[[], Any]) -> None:
-        """A tracker never stops a training: whatever W&B raises, say it once and go on without."""
-        try:
-            call()
-        except Exception as error:
-            say(f"W&B is off from here on: {type(error).__name__}: {error}")
-            self.wandb = None
+    def artifact(self, name: str, kind: str, path: Path) -> None:
+        """A file or directory, where a tracker keeps such."""
+        if path.exists():
+            self.each(lambda sink: sink.artifact(name, kind, path))
+
+    def each(self, call: Callable[[Sink], Any]) -> None:
+        """Ask every tracker; one that fails is dropped."""
+        for sink in list(self.sinks):
+            try:
+                call(sink)
+            except Exception as error:
+                say(f"{sink.name} is off from here on: {type(error).__name__}: {reason(error)}")
+                self.sinks.remove(sink)
 
     def close(self) -> None:
-        """End the file and the W&B run."""
+        """End the file and the trackers' runs."""
         if self.file is not None:
             self.file.close()
-        if self.wandb is not None:
-            self.attempt(lambda: self.wandb.finish())
+        self.each(lambda sink: sink.finish())
 
 
-def start_wandb(run: RunConfig) -> Any:
-    """A W&B run, or None with one line that says why: a tracker never stops a training."""
-    from headwright.configs import dump
-    from headwright.configs.load import parse
+def open_sinks(run: RunConfig, facts: dict[str, Any]) -> list[Sink]:
+    """The trackers that the run asks for and that start. Each that does not says why, in one line."""
+    config = cleaned(parse(dump(run))) | {"provenance": facts}
+    opened: list[Sink] = []
+    for name, start in (("W&B", start_wandb), *((NAMES[key], start_other(key)) for key in run.train.track.also)):
+        try:
+            sink = start(run, config)
+        except Exception as error:  # no key, no network, a broken install: whatever it is, training goes on
+            say(f"{name} is off: {reason(error)}")
+            continue
+        if sink is not None:
+            opened.append(sink)
+    return opened
 
-    os.environ.setdefault("WANDB_SILENT", "true")
-    try:
+
+# Weights & Biases
+
+
+class Wandb:
+    """A W&B run."""
+
+    name = "W&B"
+
+    def __init__(self, run: Any):
+        self.run = run
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One record."""
+        self.run.log(record, step=record["step"])
+
+    def artifact(self, name: str, kind: str, path: Path) -> None:
+        """A directory, or a file."""
         import wandb
 
-        return wandb.init(
-            project=run.train.track.project,
-            name=run.name,
-            id=run.name,
-            resume="allow",
-            dir=str(run.directory),
-            mode="offline" if run.train.track.wandb == "offline" else "online",
-            config=parse(dump(run)),
-        )
-    except Exception as error:  # no key, no network, a broken install: whatever it is, training goes on
-        say(f"W&B is off: {reason(error)}")
+        made = wandb.Artifact(name, type=kind)
+        made.add_dir(str(path)) if path.is_dir() else made.add_file(str(path))
+        self.run.log_artifact(made)
+
+    def finish(self) -> None:
+        """Upload the rest."""
+        self.run.finish()
+
+
+def start_wandb(run: RunConfig, config: dict[str, Any]) -> Sink | None:
+    """The run's W&B run, continued where there is one; None where none is wanted. Never asks for a key."""
+    mode = wandb_mode(run.train.track.wandb)
+    if mode == "off":
         return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    if mode == "online" and wandb.api.api_key is None:
+        say("W&B is off: no key (`wandb login`, or train.track.wandb=offline); metrics are in metrics.jsonl")
+        return None
+    started = wandb.init(
+        project=run.train.track.project,
+        name=run.name,
+        id=wandb_id(run),
+        resume="allow",
+        dir=str(run.directory),
+        mode="offline" if mode == "offline" else "online",
+        config=config,
+    )
+    return Wandb(started)
+
+
+def wandb_mode(asked: str) -> str:
+    """off, online or offline. auto: online where wandb is installed; what WANDB_MODE says goes first."""
+    if asked != "auto":
+        return asked
+    said = os.environ.get("WANDB_MODE", "online")
+    return said if said in ("online", "offline") else "off"
+
+
+def wandb_id(run: RunConfig) -> str:
+    """The same whenever this run directory is continued, and another one for a new directory of the same name."""
+    path = run.directory / "wandb.json"
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    made = f"{secrets.token_hex(4)}-{run.name}"
+    write_json(path, {"id": made})
+    return made
+
+
+# TensorBoard, MLflow, trackio: Accelerate's classes
+
+
+class Other:
+    """A tracker of Accelerate's."""
+
+    def __init__(self, name: str, tracker: Any):
+        self.name, self.tracker = name, tracker
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One record."""
+        self.tracker.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def artifact(self, name: str, kind: str, path: Path) -> None:
+        """These keep numbers."""
+
+    def finish(self) -> None:
+        """End it."""
+        self.tracker.finish()
+
+
+def start_other(key: str) -> Callable[[RunConfig, dict[str, Any]], Sink]:
+    """How a tracker of Accelerate's starts, under the run's directory."""
+
+    def start(run: RunConfig, config: dict[str, Any]) -> Sink:
+        from accelerate import tracking
+
+        folder, track = str(run.directory / key), run.train.track
+        made: Any
+        if key == "tensorboard":
+            made = tracking.TensorBoardTracker(run.name, folder)
+            made.start()
+        elif key == "mlflow":
+            os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{run.directory.resolve() / 'mlflow.db'}")
+            made = tracking.MLflowTracker(track.project, run_name=run.name, logging_dir=folder)
+            made.start()
+        else:
+            made = tracking.TrackioTracker(track.project, name=run.name)
+            made.start()
+        made.store_init_configuration(flat(config))
+        return Other(NAMES[key], made)
+
+    return start
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys: trackers want plain values."""
+    if isinstance(config, dict):
+        found: dict[str, Any] = {}
+        for key, value in config.items():
+            found |= flat(value, f"{prefix}{key}.")
+        return found
+    plain = config if isinstance(config, bool | int | float | str) else json.dumps(config)
+    return {prefix[:-1]: plain}
+
+
+__all__ = ["Meter", "Tracker", "read_metrics", "start_wandb"]

@@ -1,0 +1,91 @@
+"""Where weights come from: code, versions, command, machine. Written beside them, and given to trackers."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from headwright.data.store import Manifest
+from headwright.train.launch import Launch, parents_command
+
+LIBRARIES = ("headwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors", "datasets")
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")  # of a URL
+SECRET = re.compile(r"(?i)\b([\w-]*(?:token|api_?key|password|secret)[\w-]*\s*[=:]\s*|hf_|sk-)[^\s'\",}]+")
+
+
+def provenance(launch: Launch, manifest: Manifest) -> dict[str, Any]:
+    """Of a training."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command(),
+        "revision": revision(),
+        "versions": versions(),
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(launch.device) if launch.device.type == "cuda" else platform.machine(),
+        "processes": launch.world,
+        "strategy": launch.strategy,
+        "precision": launch.precision,
+        "target": manifest.target["name"],
+        "features": xxhash.xxh3_128_hexdigest(repr(sorted(manifest.identity.items())).encode()),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that numbers depend on."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def revision() -> str | None:
+    """The commit of the code, with a mark where files were changed; None outside a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    commit = git(root, "rev-parse", "HEAD")
+    return commit and commit + ("+changes" if git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def git(root: Path, *words: str) -> str | None:
+    """What git says."""
+    try:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def command() -> str:
+    """What the user typed, as far as it can be known, without secrets: a launcher's line, or this process's own."""
+    parent = parents_command()
+    if "RANK" in os.environ and parent:
+        words = [Path(parent[1]).name, *parent[2:]] if len(parent) > 1 and "python" in Path(parent[0]).name else parent
+    else:
+        words = ["python", *sys.argv] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return clean(shlex.join(words))
+
+
+def clean(text: str) -> str:
+    """Without passwords and keys."""
+    return SECRET.sub(lambda found: f"{found[1]}…", CREDENTIALS.sub("…@", text))
+
+
+def cleaned(value: Any) -> Any:
+    """The same of everything in a config."""
+    if isinstance(value, dict):
+        return {key: cleaned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [cleaned(item) for item in value]
+    return clean(value) if isinstance(value, str) else value
