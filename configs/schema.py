@@ -27,6 +27,9 @@ class TargetConfig:
     trust_remote_code: Annotated[bool, "run Python code that the model repository ships"] = False
     tokenizer: Annotated[str | None, "tokenizer name or directory, if not the model's own"] = None
     device_map: Annotated[str | None, "auto: spread a target larger than one GPU over all of them"] = None
+    shard: Annotated[
+        bool, "training with live features: spread a target larger than one GPU over the processes of the launch"
+    ] = False
     quantize: Annotated[
         Literal["none", "nf4"], "nf4: weights in 4 bits (QLoRA: adapt it so); needs a GPU and bitsandbytes"
     ] = "none"

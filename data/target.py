@@ -23,12 +23,14 @@ import transformers
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 
 from headwright.configs import UserError, reason
 from headwright.configs.schema import TargetConfig
 from headwright.data.cache import KVCache
 from headwright.data.demo import embedded_target
+from headwright.data.sharded import in_turn, spread_layers
 
 ATTENTION = "headwright"
 Taps = Sequence[int] | Callable[[int], Sequence[int]]
@@ -209,6 +211,7 @@ class Target:
         self.captured: dict[int, Tensor] = {}
         self.adapted: dict[str, nn.Module] = {}  # what stood where an adapter's layers stand
         self.source: str | None = None  # a directory, or a hub name
+        self.shared = False  # spread over processes, which must all run it equally often
         self.spare: dict[tuple[int, int], list[Any]] = {}  # caches with captured passes that are free (graphs.py)
         self.kept_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.place_hooks()
@@ -220,8 +223,13 @@ class Target:
             ) from None
 
     @classmethod
-    def load(cls, config: TargetConfig, taps: Taps = (0,), device: str | torch.device = "cpu") -> "Target":
-        """The model that `config` names, on `device`, its contract checked. Raises UserError if it cannot be had."""
+    def load(
+        cls, config: TargetConfig, taps: Taps = (0,), device: str | torch.device = "cpu", shared: bool = False
+    ) -> "Target":
+        """The model that `config` names, on `device`, its contract checked; `shared`: spread over the processes (sharded.py).
+
+        Raises UserError if it cannot be had.
+        """
         device = torch.device(device)
         if config.quantize == "nf4":
             refuse_four_bits(device)
@@ -235,14 +243,16 @@ class Target:
                 options["device_map"] = config.device_map
             if config.quantize == "nf4":
                 options |= four_bits(device)
-            model, loaded = load_model(where, dtype, options)
+            with in_turn() if shared else contextlib.nullcontext():
+                model, loaded = load_model(where, dtype, options)
+                model = spread_layers(model, device) if shared else model
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UserError(f"target.model {config.model}: cannot be loaded: {reason(error)}") from None
         if loaded["missing_keys"]:  # transformers fills them with noise and only warns
             raise UserError(f"target.model {config.model}: weights are missing: {sorted(loaded['missing_keys'])[:3]}")
-        model = model if config.device_map or config.quantize != "none" else model.to(device)
+        model = model if shared or config.device_map or config.quantize != "none" else model.to(device)
         target = cls(model, tokenizer, config.model, taps, config.revision, stored)
-        target.source = where
+        target.source, target.shared = where, shared
         return target
 
     def as_it_was(self) -> None:
@@ -692,7 +702,7 @@ def weight_fingerprint(model: nn.Module) -> str:
     for name, weight in model.named_parameters():
         if weight.is_meta:
             return ""
-        flat = weight.detach().flatten()
+        flat = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().flatten()
         probe = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
         state.update(f"{name}{tuple(weight.shape)}".encode())
         state.update(probe.numpy().tobytes())

@@ -93,7 +93,7 @@ def export_run(run: RunConfig, dry_run: bool = False) -> None:
                 stitch(scratch, export)
             problems = examine(scratch, export, head)
             proof = read_back(export.reader(scratch), head, target, cases, dtype)
-            write_json(scratch / "headwright.json", provenance(head, export, proof, measured))
+            write_json(scratch / "headwright.json", provenance(head, export, proof, measured) | origin(run))
             write_text(scratch / "SERVE.md", notes_for(run, folder.resolve(), export, problems, measured))
         rows.append(
             (
@@ -347,6 +347,14 @@ def provenance(head: DraftHead, export: Export, proof: Proof, measured: dict[str
         "config": export.config,
         "tensors": {name: fingerprint(tensor) for name, tensor in sorted(export.tensors.items())},
     }
+
+
+def origin(run: RunConfig) -> dict[str, Any]:
+    """Which file of weights was exported, and what is known of its training."""
+    folder = run.directory / "head"
+    known = folder / "provenance.json"
+    training = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else None
+    return {"head_file": checksum(folder / "model.safetensors"), "training": training}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,6 +21,8 @@ STAGES = {
     "doctor": ("headwright.heads.doctor", "will an engine load this head, and serve what was trained? DIR"),
     "prove": ("headwright.eval.prove", "run the real vLLM on the exports: its acceptance counters must equal ours"),
     "chat": ("headwright.eval.chat", "talk to a target through a head, accepted draft tokens in colour: --head DIR"),
+    "plot": ("headwright.train.plot", "the curves of a run, without any tracker: DIR"),
+    "push": ("headwright.train.push", "a head with its model card, into a folder or to the Hugging Face Hub: DIR"),
     "summary": ("headwright.train.summary", "one table over a finished run"),
 }
 

@@ -13,6 +13,7 @@ from headwright.data.stream import FeatureStream
 from headwright.train.launch import Launch
 
 CHECKED_AT = 500  # steps, or half of a shorter run
+EARLIEST = 50  # no word about shorter runs
 MARGIN = 1.1  # times chance
 CAUSES = {
     "tap": "the layers that the features come from (harvest.taps, head.taps) are not those that the head reads",
@@ -88,7 +89,7 @@ class Learning:
     """Says once, early, that a run will not learn."""
 
     def __init__(self, total: int, by_chance: float, wrong: Sequence[str] = tuple(CAUSES)):
-        self.at, self.by_chance, self.wrong = min(CHECKED_AT, max(total // 2, 1)), by_chance, wrong
+        self.at, self.by_chance, self.wrong = min(CHECKED_AT, max(total // 2, EARLIEST)), by_chance, wrong
         self.done = False
 
     def look(self, step: int, means: dict[str, float]) -> bool:

@@ -69,17 +69,23 @@ class Measure:
         """By the decoder: greedy, a chain of the same depth."""
         launch, started = self.strategy.launch, time.perf_counter()
         prompts = [prompt.ids for prompt in held_out_prompts(self.held_out, self.decode.prompts)]
-        mine, counts = prompts[launch.rank :: launch.world], torch.zeros(3, dtype=torch.float64)
+        together = (
+            self.target.shared
+        )  # all ranks run it equally often: each decodes everything, and one's counts are taken
+        mine, counts = (
+            prompts[:] if together else prompts[launch.rank :: launch.world],
+            torch.zeros(3, dtype=torch.float64),
+        )
         depth = min(self.depth, head.deepest or self.depth)
         settings = Settings(TreeShape.chain(depth), self.decode.max_new_tokens, batch=TOGETHER)
         for start in range(0, len(mine), TOGETHER):
-            if start and time.perf_counter() - started > self.decode.seconds:
+            if start and not together and time.perf_counter() - started > self.decode.seconds:
                 break
             texts = generate(self.target, head, mine[start : start + TOGETHER], settings).generations
             counts += torch.tensor(
                 [sum(map(sum, (t.emitted for t in texts))), sum(len(t.emitted) for t in texts), len(texts)]
             )
-        emitted, cycles, done = self.sums(counts)
+        emitted, cycles, done = self.sums(counts if launch.main or not together else counts * 0)
         return {"tau_decoded": emitted / max(cycles, 1), "decoded_prompts": done} if cycles else {}
 
     def sums(self, counts: Tensor) -> list[float]:

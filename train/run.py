@@ -1,6 +1,7 @@
 """One training run, any kind of head: `accelerate launch train/<kind>.py --config …` or `headwright train`."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from headwright.data.harvest import (
 )
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.packing import Long, plan_epoch
+from headwright.data.sharded import check_sharing
 from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
@@ -141,7 +143,10 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
 def prepare(run: RunConfig, launch: Launch) -> Prepared:
     """Target, features, vocabulary and head. Raises UserError where they do not fit together."""
     held_out = open_store(run, "held-out")
-    target = Target.load(run.target, held_out.manifest.taps, launch.device)
+    check_sharing(run.target, launch.world)
+    if run.target.shard and run.harvest.features != "live":
+        raise UserError(f"target.shard: harvest.features is {run.harvest.features}: it is for live ones only")
+    target = Target.load(run.target, held_out.manifest.taps, launch.device, shared=run.target.shard)
     features = open_features(run, target)
     for side in (features, held_out):
         refuse_other_store(side, target)
@@ -236,7 +241,7 @@ def make_stream(run: RunConfig, features: Documents, head: DraftHead, launch: La
         launch.rank,
         launch.world,
         run.seed,
-        run.train.workers,
+        0 if run.target.shard else run.train.workers,  # a shared target runs in step on all ranks
         long_of(run),
         head.lookahead,
         make_vet(head.spec.vocab_size, len(head.taps), features.manifest.dtype),
@@ -357,8 +362,9 @@ def show_curve(records: list[dict[str, Any]], depth: int) -> None:
     table(f"held-out text, greedy chain of {depth}", columns, rows)
     for name, label in (("tau_proxy", "the teacher-forced proxy"), ("tau_decoded", "τ of real decoding")):
         pairs = [(record["tau"], record[name]) for record in records if name in record]
-        if len(pairs) >= 3:
-            say(f"rank correlation of τ with {label}: {rank_correlation(*zip(*pairs)):.2f} ({len(pairs)} measurements)")
+        agreement = rank_correlation(*zip(*pairs)) if len(pairs) >= 3 else math.nan
+        if not math.isnan(agreement):
+            say(f"rank correlation of τ with {label}: {agreement:.2f} ({len(pairs)} measurements)")
 
 
 def main(argv: list[str] | None = None, kind: str | None = None) -> None:
