@@ -26,9 +26,13 @@ class TargetConfig:
     ] = "auto"
     trust_remote_code: Annotated[bool, "run Python code that the model repository ships"] = False
     tokenizer: Annotated[str | None, "tokenizer name or directory, if not the model's own"] = None
-    device_map: Annotated[str | None, "auto: spread a target larger than one GPU over all of them"] = None
+    device_map: Annotated[
+        str | None,
+        "auto: spread a target larger than one GPU over all of them; ends: only what heads read in training on stored "
+        "features, with the layers left on disk",
+    ] = None
     shard: Annotated[
-        bool, "training with live features: spread a target larger than one GPU over the processes of the launch"
+        bool, "training: spread a target larger than one GPU over the processes of the launch"
     ] = False
     quantize: Annotated[
         Literal["none", "nf4"], "nf4: weights in 4 bits (QLoRA: adapt it so); needs a GPU and bitsandbytes"

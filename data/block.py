@@ -51,18 +51,12 @@ class DecoderBlock(nn.Module):
     @torch.no_grad()
     def start_as(self, target: Target) -> None:
         """Take over the tensors of the target's last full-attention layer that this one has too, in the same shape."""
-        refuse_shared(target)
+        target.want_layers("head.block")
         full, _ = full_layers(target)
         weights = target.body.layers[full[-1]].state_dict()
         own = self.layer.state_dict()
         shared = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
         self.layer.load_state_dict(shared, strict=False)
-
-
-def refuse_shared(target: Target) -> None:
-    """A layer of which each process holds a part is not copied."""
-    if target.shared:
-        raise UserError("head.block: it starts from a layer of the target's, and target.shard cuts that: harvest features first")
 
 
 def full_layers(target: Target) -> tuple[list[int], list[str]]:
@@ -81,7 +75,7 @@ def make_block(target: Target, kind: Kind, place: int | None = None) -> DecoderB
 def own_block(target: Target, place: int | None = None) -> DecoderBlock:
     """The target's own kind. Raises UserError where its attention does more than a head's can."""
     full, types = full_layers(target)
-    refuse_shared(target)
+    target.want_layers("head.block")
     if not full or not hasattr(target.body.layers[full[-1]], "self_attn"):
         raise UserError(f"{target.spec.name}: none of its layers has full attention: set head.block=llama")
     place = full[-1] if place is None else place

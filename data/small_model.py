@@ -21,6 +21,7 @@ def cut_target(target: Target, layers: int) -> Target:
         raise UserError(
             f"head.layers {layers}: the target has {target.spec.num_layers}, a draft model needs fewer, and one at least"
         )
+    target.want_layers("head.layers")
     step = (target.spec.num_layers - 1) / max(1, layers - 1)
     kept = [round(place * step) for place in range(layers)] if layers > 1 else [0]
     model = from_config(shortened(target.model.config, kept))

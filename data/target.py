@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import xxhash
+from accelerate.utils import align_module_device
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,7 @@ from headwright.configs import UserError, reason
 from headwright.configs.schema import TargetConfig
 from headwright.data.cache import KVCache
 from headwright.data.demo import embedded_target
-from headwright.data.sharded import in_turn, spread_layers
+from headwright.data.placing import ends_map, in_turn, spread_layers
 
 ATTENTION = "headwright"
 Taps = Sequence[int] | Callable[[int], Sequence[int]]
@@ -226,7 +227,7 @@ class Target:
     def load(
         cls, config: TargetConfig, taps: Taps = (0,), device: str | torch.device = "cpu", shared: bool = False
     ) -> "Target":
-        """The model that `config` names, on `device`, its contract checked; `shared`: spread over the processes (sharded.py).
+        """The model that `config` names, on `device`, its contract checked; `shared`: spread over the processes (placing.py).
 
         Raises UserError if it cannot be had.
         """
@@ -235,12 +236,13 @@ class Target:
             refuse_four_bits(device)
         where = locate(config.model)
         dtype = choose_dtype(config.dtype, device)
-        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         tokenizer = load_tokenizer(config)
         try:
             stored = transformers.AutoConfig.from_pretrained(where, **options).get_text_config().dtype
             if config.device_map:
-                options["device_map"] = config.device_map
+                ends = config.device_map == "ends"
+                options["device_map"] = ends_map(empty_model(config, where), device) if ends else config.device_map
             if config.quantize == "nf4":
                 options |= four_bits(device)
             with in_turn() if shared else contextlib.nullcontext():
@@ -254,6 +256,13 @@ class Target:
         target = cls(model, tokenizer, config.model, taps, config.revision, stored)
         target.source, target.shared = where, shared
         return target
+
+    def want_layers(self, who: str) -> None:
+        """For whoever copies or changes layers. Raises UserError where they are not whole on one device."""
+        layers = list(self.body.layers.parameters())
+        if self.shared or any(weight.is_meta for weight in layers):
+            key = "target.shard" if self.shared else "target.device_map"
+            raise UserError(f"{who} takes layers of the target, which {key} keeps elsewhere: leave that at its default")
 
     def as_it_was(self) -> None:
         """Without any adapter. Captured passes are forgotten: they would not notice."""
@@ -653,6 +662,14 @@ def read_spec(model: Any, tokenizer: Any, name: str, revision: str | None, store
     )
 
 
+def empty_model(config: TargetConfig, where: str) -> Any:
+    """The model without weights."""
+    trusted = {"trust_remote_code": config.trust_remote_code, "revision": config.revision}
+    described = transformers.AutoConfig.from_pretrained(where, **trusted).get_text_config()
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+
+
 def read_facts(config: TargetConfig) -> tuple[TargetSpec, str]:
     """The facts of a model that is not loaded, and the name of its embedding's weight. The fingerprint is empty.
 
@@ -662,10 +679,7 @@ def read_facts(config: TargetConfig) -> tuple[TargetSpec, str]:
     tokenizer = load_tokenizer(config)
     try:
         described = transformers.AutoConfig.from_pretrained(where, **trusted).get_text_config()
-        with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(
-                described, trust_remote_code=config.trust_remote_code
-            )
+        model = empty_model(config, where)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"target {config.model}: its config cannot be read: {reason(error)}") from None
     embedding = model.get_input_embeddings().weight
@@ -700,9 +714,12 @@ def weight_fingerprint(model: nn.Module) -> str:
     """
     state = xxhash.xxh64()
     for name, weight in model.named_parameters():
-        if weight.is_meta:
-            return ""
-        flat = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().flatten()
+        owner, _, last = name.rpartition(".")
+        with align_module_device(model.get_submodule(owner)):  # from where it lies, if not on a device
+            weight = model.get_submodule(owner).get_parameter(last)
+            if weight.is_meta:
+                return ""
+            flat = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().flatten()
         probe = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
         state.update(f"{name}{tuple(weight.shape)}".encode())
         state.update(probe.numpy().tobytes())

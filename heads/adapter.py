@@ -64,6 +64,7 @@ class Adapter(nn.Module):
         from peft import LoraConfig, inject_adapter_in_model
 
         self.config = config
+        target.want_layers("head.adapter")
         names = adapted_names(config, target)
         self.lora = LoraConfig(
             r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names

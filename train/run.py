@@ -26,7 +26,7 @@ from headwright.data.harvest import (
 )
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.packing import Long, plan_epoch
-from headwright.data.sharded import check_sharing
+from headwright.data.placing import check_sharing
 from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
@@ -144,8 +144,10 @@ def prepare(run: RunConfig, launch: Launch) -> Prepared:
     """Target, features, vocabulary and head. Raises UserError where they do not fit together."""
     held_out = open_store(run, "held-out")
     check_sharing(run.target, launch.world)
-    if run.target.shard and run.harvest.features != "live":
-        raise UserError(f"target.shard: harvest.features is {run.harvest.features}: it is for live ones only")
+    if run.target.shard and run.harvest.features == "hybrid":
+        raise UserError(
+            "target.shard: with harvest.features=hybrid some processes would read what others make: live, or stored"
+        )
     target = Target.load(run.target, held_out.manifest.taps, launch.device, shared=run.target.shard)
     features = open_features(run, target)
     for side in (features, held_out):
