@@ -94,8 +94,8 @@ def test_who_needs_layers_says_so(model_dir):
     whole.want_layers("anybody")
     asks = {
         "head.block": lambda target: make_block(target, "target"),
-        "head.adapter": lambda target: Adapter(AdapterConfig(rank=2), target),
         "head.layers": lambda target: cut_target(target, 2),
+        "head.adapter": lambda target: Adapter(AdapterConfig(rank=2), target),  # changes the target: last
     }
     for who, ask in asks.items():
         with pytest.raises(

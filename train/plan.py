@@ -16,6 +16,7 @@ import torch
 from headwright.configs import RunConfig
 from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, size, table
+from headwright.configs.schema import StrategyName
 from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.corpus import read_corpus
 from headwright.data.harvest import check_offline, jobs_of, run_batch, store_path, taps_to_harvest, wanted_taps
@@ -30,6 +31,7 @@ from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.draft_tree import TreeShape
 from headwright.train.launch import open_launch
 from headwright.train.loop import one_step
+from headwright.train.paper import state_bytes
 from headwright.train.spread import spread
 from headwright.train.track import Meter
 
@@ -37,6 +39,7 @@ SECTIONS = ("corpus", "answers", "harvest", "vocab", "train", "plan")
 ABOUT = "Disk, memory and time of a run, from short probes on this machine, before anything is spent."
 QUANTILES = (0.5, 0.85, 0.15, 0.7, 0.3, 0.95, 0.05)  # of the batches, by length: which are probed, in this order
 NOTE_BYTES = 160  # of a document in a shard: its note, offsets and checksum
+SHARDING: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3", "fsdp2")
 ADAM_BYTES = 12  # per trained parameter: the weight and two moments, fp32
 
 
@@ -241,6 +244,7 @@ def show(run: RunConfig, found: Plan) -> None:
             "target, head parameters",
             f"{found.target_parameters / 1e6:.0f} M, {found.head_parameters / 1e6:.1f} M trained",
         ),
+        ("memory: head's weights, gradients, AdamW", state_of(found.head_parameters)),
         ("disk: features", at_most if run.harvest.features != "live" else "none: live"),
         ("disk: checkpoint, head and export", size(found.checkpoint_bytes)),
         ("disk: free", size(found.free_bytes)),
@@ -255,6 +259,12 @@ def show(run: RunConfig, found: Plan) -> None:
     if found.features_bytes_at_most > found.free_bytes and run.harvest.features == "stored":
         say(f"warning: the features may not fit {store_path(run, 'train')}: the harvest will refuse to start")
     say(f"the probes took {duration(found.probes['all'])}; headwright summary compares after the run")
+
+
+def state_of(trained: int) -> str:
+    """On one process, and on each of eight."""
+    eight = ", ".join(f"{name} {size(state_bytes(trained, name, 8)[1])}" for name in SHARDING)
+    return f"{size(state_bytes(trained, 'single', 1)[1])}; on each of 8: {eight}"
 
 
 def band(response_tokens: int) -> str:

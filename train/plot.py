@@ -28,13 +28,13 @@ def curve(axis: Any, records: Records, key: str, label: str, **style: Any) -> No
         axis.plot(*zip(*points), label=label, **style)
 
 
-def by_step(prefix: str) -> Panel:
+def by_step(prefix: str, label: str = "step {}") -> Panel:
     """A metric of each rollout step."""
 
     def panel(axis: Any, run: str, records: Records) -> None:
         names = sorted({key for record in records for key in record if key.removeprefix(prefix).isdecimal()})
         for name in names:
-            curve(axis, records, name, f"{run}step {name.removeprefix(prefix)}", lw=1)
+            curve(axis, records, name, run + label.format(name.removeprefix(prefix)), lw=1)
 
     return panel
 
@@ -55,7 +55,7 @@ PANELS: dict[str, Panel] = {
     "τ on held-out text": of(
         ("tau", "from stored features"), ("tau_decoded", "decoded"), ("tau_proxy", "teacher-forced proxy"), marker="o"
     ),
-    "cycles that accept at least so many drafts": by_step("accepted_"),
+    "cycles that accept at least so many drafts": by_step("accepted_", "≥ {}"),
     "learning rate": of(("lr", "of the run")),
     "gradient norm, before clipping": of(("grad_norm", "global")),
     "tokens per second, all processes": of(("tokens_per_second", "training alone")),
@@ -73,6 +73,8 @@ def draw(runs: dict[str, Records]) -> Any:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=7)
+        else:
+            axis.text(0.5, 0.5, "not logged", ha="center", transform=axis.transAxes)
     figure.tight_layout()
     return figure
 
