@@ -10,6 +10,7 @@ config=configs/smollm2-eagle3.yaml
 if [ "${QUICK:-0}" = 1 ]; then
   config=configs/smollm2-eagle3-quick.yaml
 fi
+trap 'exit 130' INT TERM # a stage that is asked to stop saves and succeeds; the next one must not begin
 for stage in harvest train eval export; do
   headwright "$stage" --config "$config" "$@"
 done

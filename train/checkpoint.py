@@ -29,7 +29,8 @@ SHOWN = 12  # keys that changed
 class Progress:
     """Where a run stands. Data order, learning rate and random numbers follow from the step.
 
-    since_best: measurements without a better τ. left_out: steps that were not finite. config: the run file as it was, for
+    since_best: measurements without a better τ. left_out: steps that were not finite. seconds: of the whole training, and of it
+    those in which it waited for measurements and checkpoints. config: the run file as it was, for
     showing what changed.
     """
 
@@ -40,6 +41,8 @@ class Progress:
     since_best: int = 0
     left_out: int = 0
     seconds: float = 0.0
+    seconds_measuring: float = 0.0
+    seconds_saving: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 

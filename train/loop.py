@@ -119,9 +119,12 @@ def fit(parts: Parts) -> str:
                 watch.at(f"measuring after step {state.step}")
                 measure(parts)
                 ending = ending or patience_ending(config, state)
+            measured = time.perf_counter()
+            state.seconds_measuring += measured - paused
             if saves_due(config, state) or ending:
                 watch.at(f"saving after step {state.step}")
                 parts.callbacks.save(state)
+                state.seconds_saving += time.perf_counter() - measured
             window.begun += time.perf_counter() - paused  # tokens/s is the speed of training alone
             if ending:
                 break

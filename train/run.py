@@ -330,7 +330,8 @@ def show_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Pro
     if state.left_out:
         say(f"{state.left_out} steps were left out: loss or gradient were not finite")
     say(
-        f"trained {state.step} steps in {duration(state.seconds)}; "
+        f"trained {state.step} steps in {duration(state.seconds)} (measuring {duration(state.seconds_measuring)}, "
+        f"waiting for checkpoints {duration(state.seconds_saving)}); "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
     kept = {key: value for key, value in vars(state).items() if key != "config"}

@@ -10,6 +10,7 @@ from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
 from headwright.data.store import Manifest, read_manifest, write_json
 from headwright.heads.serve import sampling
+from headwright.train.track import share
 
 ABOUT = "One table over a finished run."
 
@@ -63,6 +64,7 @@ def summarise(run: RunConfig, dry_run: bool = False) -> None:
     table(f"run {run.name}", ("what", "result"), rows)
     write_json(run.directory / "summary.json", dict(rows) | {"plan": compare(run, training, report)})
     show_plan(run, training, report)
+    share(run, f"{run.name}-report", "report", [run.directory / name for name in ("report.html", "report.json")])
     say(f"Serve it: {run.directory / 'export' / run.export.engines[0] / 'SERVE.md'}")
 
 

@@ -60,8 +60,8 @@ class Sink(Protocol):
     def log(self, record: dict[str, Any]) -> None:
         """One record, with its step."""
 
-    def artifact(self, name: str, kind: str, path: Path) -> None:
-        """A file or directory of the run."""
+    def artifact(self, name: str, kind: str, *paths: Path) -> None:
+        """A directory or files of the run."""
 
     def finish(self) -> None:
         """The run has ended."""
@@ -142,12 +142,13 @@ class Wandb:
         """One record."""
         self.run.log(record, step=record["step"])
 
-    def artifact(self, name: str, kind: str, path: Path) -> None:
-        """A directory, or a file."""
+    def artifact(self, name: str, kind: str, *paths: Path) -> None:
+        """A directory, or files."""
         import wandb
 
         made = wandb.Artifact(name, type=kind)
-        made.add_dir(str(path)) if path.is_dir() else made.add_file(str(path))
+        for path in paths:
+            made.add_dir(str(path)) if path.is_dir() else made.add_file(str(path))
         self.run.log_artifact(made)
 
     def finish(self) -> None:
@@ -196,6 +197,20 @@ def wandb_id(run: RunConfig) -> str:
     return made
 
 
+def share(run: RunConfig, name: str, kind: str, paths: list[Path]) -> None:
+    """Files of a later stage as an artifact of the training's W&B run, where it has one."""
+    found = [path for path in paths if path.is_file()]
+    if not found or not (run.directory / "wandb.json").is_file():
+        return
+    try:
+        sink = start_wandb(run, {})
+        if sink is not None:
+            sink.artifact(name, kind, *found)
+            sink.finish()
+    except Exception as error:
+        say(f"W&B is off: {reason(error)}")
+
+
 # TensorBoard, MLflow, trackio: Accelerate's classes
 
 
@@ -209,7 +224,7 @@ class Other:
         """One record."""
         self.tracker.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
 
-    def artifact(self, name: str, kind: str, path: Path) -> None:
+    def artifact(self, name: str, kind: str, *paths: Path) -> None:
         """These keep numbers."""
 
     def finish(self) -> None:
