@@ -31,9 +31,7 @@ class TargetConfig:
         "auto: spread a target larger than one GPU over all of them; ends: only what heads read in training on stored "
         "features, with the layers left on disk",
     ] = None
-    shard: Annotated[
-        bool, "training: spread a target larger than one GPU over the processes of the launch"
-    ] = False
+    shard: Annotated[bool, "training: spread a target larger than one GPU over the processes of the launch"] = False
     quantize: Annotated[
         Literal["none", "nf4"], "nf4: weights in 4 bits (QLoRA: adapt it so); needs a GPU and bitsandbytes"
     ] = "none"
@@ -174,8 +172,8 @@ class DecodeConfig:
     """Real decoding of held-out prompts during training, beside the τ that stored features give."""
 
     evals: Annotated[int, "how often in the whole run; the last time at its end. 0: never", Ge(0)] = 2
-    prompts: Annotated[int, "prompts, in turn from the sources; shared by the processes", Ge(1)] = 8
-    max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 48
+    prompts: Annotated[int, "prompts, in turn from the sources; shared by the processes", Ge(1)] = 4
+    max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 32
     seconds: Annotated[float, "no further prompt is begun after so long", Gt(0)] = 60.0
 
 

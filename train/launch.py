@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -192,8 +193,6 @@ def refuse_lonely() -> None:
 
 def parents_command() -> list[str]:
     """The command line of the process that started this one."""
-    import psutil  # comes with accelerate
-
     try:
         return psutil.Process(os.getppid()).cmdline()
     except psutil.Error:

@@ -99,7 +99,6 @@ def fit(parts: Parts) -> str:
             norm, flags = one_step(strategy, batches, parts.target, meter, stop.wanted)
             known = lagged.read(state.step, flags)
             state.step += 1
-            state.seconds = before + time.perf_counter() - started
             if known is not None:
                 number, (asked, bad, here) = known
                 finite.look(number, bool(bad), bool(here))
@@ -121,6 +120,7 @@ def fit(parts: Parts) -> str:
                 ending = ending or patience_ending(config, state)
             measured = time.perf_counter()
             state.seconds_measuring += measured - paused
+            state.seconds = before + measured - started
             if saves_due(config, state) or ending:
                 watch.at(f"saving after step {state.step}")
                 parts.callbacks.save(state)

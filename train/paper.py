@@ -234,10 +234,21 @@ def head_seconds(model: Model, job: Job, machine: Machine) -> float:
     return job.epochs * head_flops(model, job) / (machine.gpus * machine.flops * machine.head_use)
 
 
+def exchange_seconds(model: Model, job: Job, machine: Machine) -> float:
+    """The gradients of all steps, summed over the GPUs: each sends and receives them about twice."""
+    if machine.gpus == 1:
+        return 0.0
+    steps = job.epochs * job.tokens / (job.tokens_per_batch * machine.gpus)
+    speed = machine.network if machine.machines > 1 else machine.link
+    once = GRADIENT * head_parameters(model, job) * (1 - 1 / machine.gpus)
+    return steps * 2 * once / (speed * machine.link_use)
+
+
 def offline(model: Model, job: Job, machine: Machine) -> Outlook:
     """Features from disk; of the target only what heads read is on the GPU."""
     reading = job.epochs * store_bytes(model, job) / (machine.machines * machine.disk)
-    parts = {"head": head_seconds(model, job, machine), "reading features": reading}
+    exchange = exchange_seconds(model, job, machine)
+    parts = {"head": head_seconds(model, job, machine), "reading features": reading, "exchanging gradients": exchange}
     placement = Placement("embeddings and lm_head", HALF * model.ends)
     return outlook(model, job, machine, placement, parts)
 
@@ -248,12 +259,13 @@ def online(model: Model, job: Job, machine: Machine) -> Outlook | None:
     for placement in placements(model, machine):
         if placement.bytes + beside <= machine.memory:
             seconds = {k: job.epochs * v for k, v in target_seconds(model, job, machine, placement).items()}
+            seconds["exchanging gradients"] = exchange_seconds(model, job, machine)
             return outlook(model, job, machine, placement, seconds | {"head": head_seconds(model, job, machine)})
     return None
 
 
 def outlook(model: Model, job: Job, machine: Machine, placement: Placement, parts: dict[str, float]) -> Outlook:
-    """Target and head take turns on a GPU; reading and gathering go on beside them, so the slowest rules."""
+    """Target and head take turns on a GPU; reading, gathering and exchanging go on beside them, so the slowest rules."""
     work = parts.get("target", 0.0) + parts["head"]
     beside = {name: seconds for name, seconds in parts.items() if name not in ("target", "head")}
     slowest = max(beside, key=lambda name: beside[name], default="")
