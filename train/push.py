@@ -40,12 +40,12 @@ def build(folder: Path, run: RunConfig, engine: str, repository: str | None, lic
     for name in BESIDE:
         if (run.directory / name).is_file():
             shutil.copy(run.directory / name, scratch / name)
-    public = without_places(cleaned(parse(dump(run))))
-    write_text(scratch / "run.yaml", as_yaml(public))
+    write_text(scratch / "run.yaml", as_yaml(cleaned(parse(dump(run)))))
     serve = (export / "SERVE.md").read_text(encoding="utf-8")
     serve = served_as(serve, run, export, repository or folder.name)
     write_text(scratch / "SERVE.md", serve)
     write_text(scratch / "README.md", card(run, report, made, serve, repository or run.name, licence))
+    hide_places(scratch, run)
     if folder.exists():
         shutil.rmtree(folder)
     scratch.rename(folder)
@@ -62,13 +62,17 @@ def refuse_stale(run: RunConfig, report: dict[str, Any], made: dict[str, Any], e
         raise UserError(f"{export}: made of another head than {run.directory / 'head'}: headwright export again")
 
 
-def without_places(value: Any) -> Any:
-    """Directories of the machine as the last part of their path: nobody else has them."""
-    if isinstance(value, dict):
-        return {key: without_places(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_places(item) for item in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+def hide_places(folder: Path, run: RunConfig) -> None:
+    """Directories of this machine as the last part of their path: nobody else has them, and they are the maker's business."""
+    told = [run.target.model, run.runs, run.target.tokenizer, *(source.path for source in run.corpus.sources)]
+    places = {str(Path(place)) for place in told if place and Path(place).is_absolute()}
+    places |= {str(run.directory.resolve()), str(Path(run.runs).resolve()), str(Path.cwd()), str(Path.home())} - {"/"}
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".md", ".yaml", ".html"):
+            text = path.read_text(encoding="utf-8")
+            for place in sorted(places, key=len, reverse=True):
+                text = text.replace(place, Path(place).name)
+            write_text(path, text)
 
 
 def as_yaml(config: dict[str, Any]) -> str:
