@@ -137,7 +137,8 @@ def read_checkpoint(folder: Path, identity: dict[str, Any]) -> Checkpoint | None
         refuse_other(progress.identity, identity, path)
         weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise UserError(f"{path}: this checkpoint cannot be read ({reason(error)}); remove it to train anew") from None
+        then = f"go on from {found[-2].name}" if len(found) > 1 else "train anew"
+        raise UserError(f"{path}: this checkpoint cannot be read ({reason(error)}); remove it to {then}") from None
     return Checkpoint(progress, weights, moments)
 
 
@@ -147,7 +148,7 @@ def refuse_other(before: dict[str, Any], now: dict[str, Any], path: Path) -> Non
     if not changed:
         return
     hint = ""
-    if set(changed) == {"batches per step"}:
+    if "batches per step" in changed and set(changed) <= {"batches per step", "total steps"}:
         hint = (
             f"\nThat is train.accumulate times the number of processes. With train.accumulate and the launch such that it is "
             f"{before['batches per step']} again, the same batches make a step, and the run goes on."

@@ -1,5 +1,6 @@
 """Is the training well? Steps that are not finite, and runs that cannot learn. Nothing here waits for the device."""
 
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from headwright.train.launch import Launch
 
 CHECKED_AT = 500  # steps, or half of a shorter run
 EARLIEST = 50  # no word about shorter runs
+HALVINGS = 16  # of a loss scale, from where it starts to 1
 MARGIN = 1.1  # times chance
 CAUSES = {
     "tap": "the layers that the features come from (harvest.taps, head.taps) are not those that the head reads",
@@ -50,7 +52,11 @@ class Finite:
     """Counts steps that were left out because loss or gradient was not finite, and names their documents."""
 
     def __init__(self, config: TrainConfig, launch: Launch, stream: FeatureStream):
-        self.limit, self.launch, self.stream = config.bad_steps, launch, stream
+        self.launch, self.stream = launch, stream
+        self.scaled = (
+            launch.precision == "fp16"
+        )  # whose scale has to be found first: it halves with each step that overflows
+        self.limit = config.bad_steps + (HALVINGS if self.scaled else 0)
         self.total = self.in_a_row = 0
 
     def look(self, step: int, bad: bool, here: bool) -> None:
@@ -64,7 +70,7 @@ class Finite:
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if here:
             print(f"step {step}: the loss is not finite, the step is left out; {self.documents(step)}", file=sys.stderr)
-        elif self.launch.main:
+        elif self.launch.main and not self.scaled:
             print(f"step {step}: the gradient is not finite, the step is left out", file=sys.stderr)
         if self.in_a_row == self.limit:
             raise UserError(
@@ -75,6 +81,8 @@ class Finite:
     def documents(self, step: int) -> str:
         """What this rank read in a step."""
         found = self.stream.documents(step)
+        if not found:
+            return f"rank {self.launch.rank} had no documents left"
         places = [f"{document} ({self.stream.reader.place(document)})" for document in found[:6]]
         return f"rank {self.launch.rank} read documents {', '.join(places)}{' …' if len(found) > 6 else ''}"
 
@@ -91,17 +99,22 @@ class Learning:
     def __init__(self, total: int, by_chance: float, wrong: Sequence[str] = tuple(CAUSES)):
         self.at, self.by_chance, self.wrong = min(CHECKED_AT, max(total // 2, EARLIEST)), by_chance, wrong
         self.done = False
+        self.seen: list[float] = []  # at the log lines of the second half of the way there: one alone is mostly noise
 
     def look(self, step: int, means: dict[str, float]) -> bool:
         """At a log line: whether the first guess is no better than chance. Warns."""
-        if self.done or step < self.at or "agree_0" not in means:
+        if self.done or "agree_0" not in means:
             return False
-        self.done = True
-        hopeless = means["agree_0"] <= MARGIN * self.by_chance
+        if step > self.at // 2:
+            self.seen.append(means["agree_0"])
+        if step < self.at:
+            return False
+        self.done, right = True, statistics.mean(self.seen)
+        hopeless = right <= MARGIN * self.by_chance
         if hopeless:
             causes = "\n".join(f"  - {CAUSES[key]}" for key in self.wrong)
             say(
-                f"warning: this run does not learn. After {step} steps the first guess is right in {means['agree_0']:.1%}, as "
+                f"warning: this run does not learn. After {step} steps the first guess is right in {right:.1%}, as "
                 f"often as the most frequent token would be ({self.by_chance:.1%}). Usual causes:\n{causes}"
             )
         return hopeless

@@ -50,9 +50,10 @@ class Launch:
 
     def sum(self, value: Tensor) -> Tensor:
         """Over all ranks, on the launch's device."""
-        value = value.to(self.device)
-        if self.world > 1:
-            dist.all_reduce(value)
+        if self.world == 1:
+            return value.to(self.device)
+        value = value.to(self.device, copy=True)
+        dist.all_reduce(value)
         return value
 
     def wait(self) -> None:

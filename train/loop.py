@@ -82,6 +82,8 @@ def fit(parts: Parts) -> str:
     the same gradient however the rows are spread.
     """
     strategy, config, state, launch = parts.strategy, parts.config, parts.state, parts.strategy.launch
+    if patience_ending(config, state):  # it had ended already
+        return "early"
     meter, window, lagged = Meter(), Window(), Lagged(launch.device)
     finite, learning = Finite(config, launch, parts.stream), Learning(state.total, parts.by_chance)
     before, started, ending = state.seconds, time.perf_counter(), ""
@@ -194,7 +196,7 @@ def saves_due(config: TrainConfig, state: Progress) -> bool:
 def decodes_due(config: TrainConfig, state: Progress) -> bool:
     """Whether a measurement decodes for real: `decode.evals` of them, evenly, the last at the end."""
     every, wanted = interval(config, state), config.decode.evals
-    count = max(1, state.total // every)
+    count = max(0, state.total - every // 2 - 1) // every + 1  # of all measurements: see `due`
     place = count if state.step == state.total else state.step // every
     return wanted > 0 and place * wanted // count > (place - 1) * wanted // count
 

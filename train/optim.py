@@ -27,6 +27,8 @@ def make_optimizers(
     if config.optimizer == "muon":
         inside = [(name, weight) for name, weight in named if is_inner_matrix(name, weight)]
         rest = [(name, weight) for name, weight in named if not is_inner_matrix(name, weight)]
+        if not inside:
+            raise UserError("train.optimizer muon: this head has no matrix inside for it: use adamw")
         muon = torch.optim.Muon(grouped(inside, config, rate), lr=config.lr, adjust_lr_fn="match_rms_adamw")
         return [muon, adamw(grouped(rest, config, rate), config)] if rest else [muon]
     if config.optimizer == "adamw-8bit":

@@ -18,8 +18,19 @@ from headwright.data.store import Manifest
 from headwright.train.launch import Launch, parents_command
 
 LIBRARIES = ("headwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors", "datasets")
+HIDDEN = "…"
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")  # of a URL
-SECRET = re.compile(r"(?i)\b([\w-]*(?:token|api_?key|password|secret)[\w-]*\s*[=:]\s*|hf_|sk-)[^\s'\",}]+")
+NAME = (  # of what is not told: whole words, so that tokens_per_batch and api_key_env are
+    r"[\w-]*(?:api[_-]?key|access[_-]?key|password|passwd|secret)|"
+    r"(?:[\w-]*(?:hf|hub|access|auth|bearer|api|git\w*)[_-])?token"
+)
+KEY = re.compile(rf"(?i){NAME}")
+PAIR = re.compile(
+    rf"(?i)((?<![\w-])(?:{NAME})['\"]?\s*[=:]\s*|(?<!\S)--(?:{NAME})\s+)(?:'[^']*'|\"[^\"]*\"|[^\s'\",}}]+)"
+)
+BARE = re.compile(
+    r"(?<![\w/-])(?:hf_|sk-|gh[pousr]_|glpat-)[\w-]{16,}|(?i:(?<=\bbearer )[\w.~+/=-]{8,})"
+)  # by their looks
 
 
 def provenance(launch: Launch, manifest: Manifest) -> dict[str, Any]:
@@ -79,13 +90,15 @@ def command() -> str:
 
 def clean(text: str) -> str:
     """Without passwords and keys."""
-    return SECRET.sub(lambda found: f"{found[1]}…", CREDENTIALS.sub("…@", text))
+    text = CREDENTIALS.sub(f"{HIDDEN}@", text)
+    return BARE.sub(HIDDEN, PAIR.sub(lambda found: f"{found[1]}{HIDDEN}", text))
 
 
 def cleaned(value: Any) -> Any:
-    """The same of everything in a config."""
+    """The same of everything in a config; of what is called a password or key, all."""
     if isinstance(value, dict):
-        return {key: cleaned(item) for key, item in value.items()}
+        secret = {key for key, item in value.items() if isinstance(item, str) and KEY.fullmatch(str(key))}
+        return {key: HIDDEN if key in secret else cleaned(item) for key, item in value.items()}
     if isinstance(value, list):
         return [cleaned(item) for item in value]
     return clean(value) if isinstance(value, str) else value

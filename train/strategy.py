@@ -104,7 +104,7 @@ class Strategy:
             optimizer.zero_grad(set_to_none=True)
         if self.scaler is not None:
             self.scaler.update(bad)
-        self.follow()
+        self.follow(bad)
         return norm, bad
 
     def shrink(self, weights: Sequence[Any], factor: Tensor) -> None:
@@ -114,11 +114,12 @@ class Strategy:
         torch._foreach_mul_([local(weight.grad) for weight in weights], factor)
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """The moving average of the weights."""
-        if self.average:
-            held = [local(value) for value in self.average.values()]
-            torch._foreach_lerp_(held, [local(weight) for _, weight in self.trained()], 1 - float(self.config.ema or 0))
+    def follow(self, bad: Tensor) -> None:
+        """The moving average of the weights, which a step that is left out does not move."""
+        rate = (1 - float(self.config.ema or 0)) * (~bad).float()
+        weights = dict(self.trained()) if self.average else {}
+        for name, value in self.average.items():
+            local(value).lerp_(local(weights[name]), rate)
 
     # The head as a whole. All ranks call these together.
 

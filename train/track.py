@@ -190,7 +190,7 @@ def wandb_mode(asked: str) -> str:
 def wandb_id(run: RunConfig) -> str:
     """The same whenever this run directory is continued, and another one for a new directory of the same name."""
     path = run.directory / "wandb.json"
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     made = f"{secrets.token_hex(4)}-{run.name}"
     write_json(path, {"id": made})
@@ -233,27 +233,52 @@ class Other:
 
 
 def start_other(key: str) -> Callable[[RunConfig, dict[str, Any]], Sink]:
-    """How a tracker of Accelerate's starts, under the run's directory."""
+    """How a tracker of Accelerate's starts. TensorBoard and MLflow write under the run's directory, unless MLFLOW_TRACKING_URI
+    names another place; trackio where it keeps all its runs (TRACKIO_DIR).
+    """
 
     def start(run: RunConfig, config: dict[str, Any]) -> Sink:
-        from accelerate import tracking
-
-        folder, track = str(run.directory / key), run.train.track
-        made: Any
-        if key == "tensorboard":
-            made = tracking.TensorBoardTracker(run.name, folder)
-            made.start()
-        elif key == "mlflow":
-            os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{run.directory.resolve() / 'mlflow.db'}")
-            made = tracking.MLflowTracker(track.project, run_name=run.name, logging_dir=folder)
-            made.start()
-        else:
-            made = tracking.TrackioTracker(track.project, name=run.name)
-            made.start()
+        made = {"tensorboard": tensorboard, "mlflow": mlflow, "trackio": trackio}[key](run)
         made.store_init_configuration(flat(config))
         return Other(NAMES[key], made)
 
     return start
+
+
+def tensorboard(run: RunConfig) -> Any:
+    """Event files."""
+    from accelerate.tracking import TensorBoardTracker
+
+    made = TensorBoardTracker(run.name, str(run.directory / "tensorboard"))
+    made.start()
+    return made
+
+
+def mlflow(run: RunConfig) -> Any:
+    """An MLflow run, which goes on where the training does."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow
+    from accelerate.tracking import MLflowTracker
+
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri(f"sqlite:///{run.directory.resolve() / 'mlflow.db'}")
+    path, before = run.directory / "mlflow.json", None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        before = json.loads(path.read_text(encoding="utf-8"))["id"]
+    folder = str(run.directory / "mlflow")
+    made = MLflowTracker(run.train.track.project, run_id=before, run_name=run.name, logging_dir=folder)
+    made.start()
+    write_json(path, {"id": made.active_run.info.run_id})
+    return made
+
+
+def trackio(run: RunConfig) -> Any:
+    """A trackio run, likewise."""
+    from accelerate.tracking import TrackioTracker
+
+    made = TrackioTracker(run.train.track.project, name=run.name, resume="allow")
+    made.start()
+    return made
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
