@@ -6,6 +6,7 @@ file turns them into a `Launch`, or refuses what would silently be something els
 which each believes to be alone.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -203,7 +204,8 @@ def parents_command() -> list[str]:
 def asked_processes(command: Sequence[str]) -> int:
     """The number of processes that an `accelerate launch` was asked for."""
     words = [Path(word).name for word in command]
-    if "launch" not in words or not {"accelerate", "accelerate-launch"} & set(words):
+    launches = {("accelerate", "launch")} & set(itertools.pairwise(words))
+    if not launches and not {"accelerate-launch", "accelerate.commands.launch"} & set(words):
         return 1
     given = [word.partition("=") for word in command]
     for place, (key, _, value) in enumerate(given):

@@ -36,7 +36,7 @@ class Zero(Strategy):
             set_z3_leaf_modules(lesson, [Lesson])  # gathered as one: heads reach into their layers' weights
         [optimizer] = make_optimizers(self.head, self.config, self.launch.device)
         for group in optimizer.param_groups:
-            group["lr"] = 0.0  # stage 3 makes its state by a step, which must move nothing
+            group["lr"] = 0.0  # some versions make their state by a step, which must move nothing
         engine, *_ = deepspeed.initialize(model=lesson, optimizer=optimizer, config=self.settings())
         inner = engine.optimizer.optimizer
         set_counts(inner, {"step": torch.tensor(0.0)})
@@ -121,16 +121,23 @@ class Zero(Strategy):
         set_counts(self.optimizers[0], counts)
 
     def make_state(self) -> None:
-        """Stages 1 and 2 have none before their first step."""
-        if self.stage == 3:
+        """There is none before the first step. DeepSpeed has no public way to make it."""
+        [optimizer], sharder = self.optimizers, self.model.optimizer
+        if optimizer.state:
             return
         for group in self.groups():
             group["lr"] = 0.0
-            for flat in group["params"]:
-                flat.grad = torch.zeros_like(flat)
-        self.optimizers[0].step()
-        self.optimizers[0].zero_grad(set_to_none=True)
-        self.model.optimizer._lazy_init_hp_params_optimizer_state()
+        flats = sharder.fp32_partitioned_groups_flat if self.stage == 3 else sharder.single_partition_of_fp32_groups
+        buffers = [flat.grad for flat in flats]  # offloading keeps its own there
+        for place, flat in enumerate(flats):
+            flat.grad = torch.zeros_like(flat)
+            if self.stage == 3:
+                sharder._optimizer_step(place)  # its groups hold their partitions only now
+        if self.stage < 3:
+            optimizer.step()
+            sharder._lazy_init_hp_params_optimizer_state()
+        for flat, buffer in zip(flats, buffers):
+            flat.grad = buffer
 
 
 def is_count(value: Any) -> bool:
