@@ -30,9 +30,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def say(message: str) -> None:
-    """One line for the user."""
+    """One line for the user. Broken on terminals only: what stands in a log can be searched and copied."""
     if speaks():
-        console.print(message, markup=False, emoji=False)
+        console.print(message, markup=False, emoji=False, soft_wrap=not console.is_terminal)
+
+
+def show_command(words: str) -> None:
+    """A command that can be copied, however narrow the terminal is."""
+    if speaks():
+        console.print(f"  {words}", markup=False, emoji=False, soft_wrap=True)
 
 
 def progress(quiet: bool = False) -> Progress:

@@ -43,7 +43,7 @@ class FullyShard(Strategy):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[DraftHead]:
-        """All weights on every rank."""
+        """All weights on every rank, as parameters and in forward passes; state_dict() would shard them again."""
         self.model.unshard()
         try:
             yield self.head

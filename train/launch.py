@@ -8,6 +8,7 @@ which each believes to be alone.
 
 import itertools
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -74,6 +75,8 @@ def open_launch(config: TrainConfig) -> Launch:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") or (several and not has_accelerator())
     waiting = {"timeout": timedelta(minutes=config.hang_minutes + SPARE_MINUTES)} if several else {}
+    if several:  # torch's own wrappers call what torch deprecates, in every step
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     state = PartialState(cpu=on_cpu, **waiting)
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     strategy, options = launched_strategy(world)

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,18 @@ def git(root: Path, *words: str) -> str | None:
 def command() -> str:
     """What the user typed, as far as it can be known, without secrets: a launcher's line, or this process's own."""
     parent = parents_command()
-    if "RANK" in os.environ and parent:
-        words = [Path(parent[1]).name, *parent[2:]] if len(parent) > 1 and "python" in Path(parent[0]).name else parent
-    else:
-        words = ["python", *sys.argv] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name, *sys.argv[1:]]
+    if "RANK" in os.environ and any("launch" in word or "torch" in Path(word).name for word in parent):
+        return clean(shlex.join(typed(parent)))
+    words = ["python", *sys.argv] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name, *sys.argv[1:]]
     return clean(shlex.join(words))
+
+
+def typed(words: Sequence[str]) -> list[str]:
+    """A process's command line as it was typed: scripts by their names, `python -m` as it is."""
+    if "python" not in Path(words[0]).name:
+        return [Path(words[0]).name, *words[1:]]
+    rest = [word for word in words[1:] if word != "-u"]
+    return ["python", *rest] if rest[:1] == ["-m"] else [Path(rest[0]).name, *rest[1:]]
 
 
 def clean(text: str) -> str:

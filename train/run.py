@@ -11,7 +11,7 @@ import torch
 
 from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import run_stage
-from headwright.configs.console import duration, peak_memory, say, table
+from headwright.configs.console import duration, peak_memory, say, show_command, table
 from headwright.configs.load import parse
 from headwright.data import packing
 from headwright.data.corpus import read_corpus
@@ -138,6 +138,7 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
         tracker.close()
     if launch.main:
         finish(run, lesson, stream, state, ending)
+    launch.wait()  # a process that leaves early takes its end of the others' connections with it
 
 
 def prepare(run: RunConfig, launch: Launch) -> Prepared:
@@ -309,7 +310,8 @@ def show_changes(changed: dict[str, tuple[Any, Any]]) -> None:
 def finish(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, ending: str) -> None:
     """What the run leaves, and what it says at its end."""
     if ending == "stopped":
-        say(f"stopped after step {state.step} of {state.total}; a checkpoint is written. To continue:\n  {command()}")
+        say(f"stopped after step {state.step} of {state.total}; a checkpoint is written. To continue:")
+        show_command(command())
         return
     if isinstance(lesson.features, HybridDocuments):
         lesson.features.writer.finish()  # from now on an ordinary store

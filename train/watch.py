@@ -47,6 +47,7 @@ class Watch:
 
     def work(self) -> None:
         """Beat until the training is over."""
+        self.beat()
         while not self.over.wait(self.period):
             self.beat()
             if time.monotonic() - self.moved > self.limit:

@@ -32,6 +32,8 @@ class Zero(Strategy):
     def build(self, lesson: Lesson) -> tuple[Any, list[torch.optim.Optimizer]]:
         """DeepSpeed's engine around head and optimizer. AdamW is torch's: DeepSpeed's own would be compiled first."""
         logger.setLevel(logging.ERROR)
+        if self.launch.device.type == "cpu":  # it would compile one for a minute first; gloo serves as well
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.stage == 3:
             set_z3_leaf_modules(lesson, [Lesson])  # gathered as one: heads reach into their layers' weights
         [optimizer] = make_optimizers(self.head, self.config, self.launch.device)
