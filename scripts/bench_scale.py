@@ -148,8 +148,9 @@ def whole(arguments: argparse.Namespace) -> dict[str, float]:
         "waiting for checkpoints": finished["seconds_saving"] / finished["seconds"],
         "waiting for data": statistics.mean(waits),
     }
+    say(f"a whole run of {arguments.config}, {side.name}:")
     table(
-        f"a whole run of {arguments.config}, {side.name}",
+        "its time",
         ["what", "measured"],
         [
             (name, f"{value:.2%}" if name.startswith(("meas", "wait")) else f"{value:.0f}")

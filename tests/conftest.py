@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
 from headwright.eval.settings import Generation
 from headwright.heads.base import DraftHead, make_head
+from headwright.train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 if Path(headwright.heads.__file__).resolve().parents[1] != ROOT:
@@ -196,3 +198,44 @@ def tiny_run(model_dir: Path, chats: Path, runs: Path, **sections) -> RunConfig:
     run = build(RunConfig, raw, "test")
     run.head = build(headwright.heads.get_head(run.head["kind"]).Config, run.head, "test")
     return run
+
+
+# Trainings
+
+
+@pytest.fixture(scope="module")
+def harvested(model_dir, chats, tmp_path_factory) -> Path:
+    """A run directory that holds features and nothing else."""
+    runs = tmp_path_factory.mktemp("harvested")
+    harvest(tiny_run(model_dir, chats, runs))
+    return runs
+
+
+@pytest.fixture
+def make_run(request, model_dir, chats, harvested, tmp_path):
+    """Trainings by the module's TRAIN over the same features: in fresh directories, or in one that is there already."""
+    count = iter(range(99))
+
+    def make(where: Path | None = None, **changes):
+        runs = where or tmp_path / f"runs-{next(count)}"
+        if not runs.exists():
+            shutil.copytree(harvested, runs)
+        return tiny_run(model_dir, chats, runs, train=request.module.TRAIN | changes)
+
+    return make
+
+
+class Interrupted(Exception):
+    """Stands for a crash."""
+
+
+def crash_at(monkeypatch, step: int) -> None:
+    """Let a training die inside an optimizer step of its own counting, after some checkpoints."""
+    real, count = loop.one_step, iter(range(10**6))
+
+    def dying(*args):
+        if next(count) == step:
+            raise Interrupted
+        return real(*args)
+
+    monkeypatch.setattr(loop, "one_step", dying)

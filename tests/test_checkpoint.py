@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import TAPS, tiny_run
+from conftest import TAPS, Interrupted, crash_at, tiny_run
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -25,7 +25,7 @@ from headwright.configs.command import clean_exit
 from headwright.configs.load import build
 from headwright.configs.schema import DecodeConfig, TrainConfig
 from headwright.data.batch import pack
-from headwright.data.harvest import harvest, store_path
+from headwright.data.harvest import store_path
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
 from headwright.eval.decode import generate
@@ -53,28 +53,6 @@ TRAIN = {
     "saves": 6,
     "decode": {"evals": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def harvested(model_dir, chats, tmp_path_factory) -> Path:
-    """A run directory that holds features and nothing else."""
-    runs = tmp_path_factory.mktemp("harvested")
-    harvest(tiny_run(model_dir, chats, runs))
-    return runs
-
-
-@pytest.fixture
-def make_run(model_dir, chats, harvested, tmp_path):
-    """Runs over the same features: fresh ones, or those in a directory that is there already."""
-    count = iter(range(99))
-
-    def make(where: Path | None = None, **changes):
-        runs = where or tmp_path / f"runs-{next(count)}"
-        if not runs.exists():
-            shutil.copytree(harvested, runs)
-        return tiny_run(model_dir, chats, runs, train=TRAIN | changes)
-
-    return make
 
 
 # Writing
@@ -464,22 +442,6 @@ def test_what_a_checkpoint_must_share_survives_json(kind):
     """Else no run of this kind could be continued: a tuple would come back as a list."""
     identity = asdict(build(get_head(kind).Config, {"kind": kind}, "test"))
     assert differences(json.loads(json.dumps(identity)), identity) == {}
-
-
-class Interrupted(Exception):
-    """Stands for a crash."""
-
-
-def crash_at(monkeypatch, step: int) -> None:
-    """Let the run die inside an optimizer step."""
-    real, count = loop.one_step, iter(range(10**6))
-
-    def dying(*args):
-        if next(count) == step:
-            raise Interrupted
-        return real(*args)
-
-    monkeypatch.setattr(loop, "one_step", dying)
 
 
 def test_what_does_not_matter_may_change_and_is_shown(make_run, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from test_train import assert_same_bits, curve, harvested, make_run, straight  # noqa: F401 (fixtures)
+from test_train import TRAIN, assert_same_bits, curve, straight  # noqa: F401 (for the fixtures)
 
 import headwright.heads.fused as fused
 from headwright.configs import UserError
@@ -33,7 +33,7 @@ def test_small_chunks_change_no_more_than_rounding(straight, make_run):  # noqa:
         assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
 
 
-def test_split_documents_train_like_whole_ones(make_run):  # noqa: F811
+def test_split_documents_train_like_whole_ones(make_run):
     """One batch per step would differ; all documents in one step are the same sum, whole or in parts."""
     curves = []
     for long in ("split", "whole"):
@@ -45,7 +45,7 @@ def test_split_documents_train_like_whole_ones(make_run):  # noqa: F811
         assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
 
 
-def test_long_documents_are_refused_by_name(make_run):  # noqa: F811
+def test_long_documents_are_refused_by_name(make_run):
     run = make_run(long_documents="refuse", tokens_per_batch=8)
     with pytest.raises(UserError, match=r"longer than train\.tokens_per_batch \(8\), first document \d+ \(.+:\d+"):
         train(run)
@@ -63,7 +63,7 @@ class Poisoned(FeatureReader):
         return found
 
 
-def test_a_bad_document_stops_the_run_or_is_left_out(make_run, monkeypatch, capsys):  # noqa: F811
+def test_a_bad_document_stops_the_run_or_is_left_out(make_run, monkeypatch, capsys):
     monkeypatch.setattr("headwright.data.harvest.FeatureReader", Poisoned)
     with pytest.raises(UserError, match=r"document 0 \(.+\): NaN or infinite feature: taps of row 1"):
         train(make_run())

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from headwright.configs import UserError
 from headwright.configs.schema import TrainConfig
 from headwright.data.batch import DocumentFeatures, last_rows
-from headwright.data.harvest import harvest, store_path
+from headwright.data.harvest import store_path
 from headwright.data.store import FeatureReader
 from headwright.data.stream import FeatureStream
 from headwright.eval.metrics import read_metrics
@@ -39,27 +38,6 @@ TRAIN = {
     "saves": 4,
     "decode": {"evals": 0},
 }
-
-
-@pytest.fixture(scope="module")
-def harvested(model_dir, chats, tmp_path_factory) -> Path:
-    """A run directory that holds features and nothing else."""
-    runs = tmp_path_factory.mktemp("harvested")
-    harvest(tiny_run(model_dir, chats, runs))
-    return runs
-
-
-@pytest.fixture
-def make_run(model_dir, chats, harvested, tmp_path):
-    """Fresh runs over the same features."""
-    count = iter(range(99))
-
-    def make(**changes):
-        runs = tmp_path / f"runs-{next(count)}"
-        shutil.copytree(harvested, runs)
-        return tiny_run(model_dir, chats, runs, train=TRAIN | changes)
-
-    return make
 
 
 # Values of the step before

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from conftest import ROOT
-from test_train import TRAIN, assert_same_bits, curve, harvested, last_checkpoint, make_run, write_config  # noqa: F401
+from test_train import TRAIN, assert_same_bits, curve, last_checkpoint, write_config  # noqa: F401 (for make_run)
 
 from headwright.train.run import train
 
@@ -42,7 +42,7 @@ def ended(processes: list[subprocess.Popen]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_usr1_stops_all_ranks_with_a_checkpoint_and_the_job_goes_on(make_run):  # noqa: F811
+def test_usr1_stops_all_ranks_with_a_checkpoint_and_the_job_goes_on(make_run):
     """The signal that SLURM sends before the time is over; the queued job ends in the bits of one that was not stopped."""
     run, straight = make_run(**LONG), make_run(**LONG, accumulate=2)
     config = write_config(run)

@@ -26,9 +26,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import tiny_run
+from conftest import Interrupted, crash_at, tiny_run
 from safetensors.torch import load_file
-from test_train import Interrupted, assert_same_bits, crash_at, curve, harvested, last_checkpoint  # noqa: F401 (fixture)
+from test_train import assert_same_bits, curve, last_checkpoint
 from torch import Tensor
 
 from headwright.configs import RunConfig, UserError, dump
@@ -207,7 +207,7 @@ def nothing_written(run: RunConfig) -> None:
 
 
 @pytest.fixture(scope="module")
-def fresh(model_dir, chats, harvested, tmp_path_factory):  # noqa: F811
+def fresh(model_dir, chats, harvested, tmp_path_factory):
     """New runs over the same features, or over a copy of another run's directory."""
 
     def make(of: RunConfig | None = None, **changes) -> RunConfig:
@@ -481,10 +481,11 @@ def test_the_trajectory_ends_its_epochs_unevenly(fresh, one):
     assert len({record["tau"] for record in curve(one) if "tau" in record}) == TRAIN["evals"], "τ moves"
 
 
-SLOW = ("zero2-offload", "zero3-offload")
+LAUNCHED = ("ddp", "fsdp2", "zero3")  # by default; the others by -m slow. All of them train among the jobs
+SLOW = ("zero1", "zero2", "zero2-offload", "zero3-offload")
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*LAUNCHED, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_two_processes_equal_one_that_accumulates(straight, one, name):
     """Curve, weights and optimizer; and the processes did what the launch asked for."""
     run, output = straight(name)

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import sqlite3
 import struct
 import subprocess
@@ -16,19 +15,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_run
+from conftest import Interrupted, crash_at, tiny_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwright.configs import dump
-from headwright.data.harvest import harvest
 from headwright.eval.metrics import read_metrics
-from headwright.train import loop, track
+from headwright.train import track
 from headwright.train.provenance import clean, cleaned, command
 from headwright.train.run import train
 from headwright.train.track import Meter, Tracker, flat, wandb_id, wandb_mode
 
-SHORT = {
+TRAIN = {
     "epochs": 0.7,
     "tokens_per_batch": 256,
     "lr": 3e-3,
@@ -37,28 +35,6 @@ SHORT = {
     "saves": 3,
     "decode": {"evals": 1, "prompts": 2, "max_new_tokens": 4},
 }
-
-
-@pytest.fixture(scope="module")
-def harvested(model_dir, chats, tmp_path_factory) -> Path:
-    """A run directory that holds features and nothing else."""
-    runs = tmp_path_factory.mktemp("harvested")
-    harvest(tiny_run(model_dir, chats, runs))
-    return runs
-
-
-@pytest.fixture
-def make_run(model_dir, chats, harvested, tmp_path):
-    """Runs over the same features: fresh ones, or those in a directory that is there already."""
-    count = iter(range(99))
-
-    def make(where: Path | None = None, **changes):
-        runs = where or tmp_path / f"runs-{next(count)}"
-        if not runs.exists():
-            shutil.copytree(harvested, runs)
-        return tiny_run(model_dir, chats, runs, train=SHORT | changes)
-
-    return make
 
 
 @pytest.fixture
@@ -203,7 +179,7 @@ def test_trackers_are_ended_when_a_run_breaks(make_run, monkeypatch):
 @settings(max_examples=30, deadline=None)
 def test_what_came_after_the_checkpoint_is_dropped(steps, since, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
-    run = tiny_run(runs, runs, runs, train=SHORT | {"track": {"wandb": "off"}})
+    run = tiny_run(runs, runs, runs, train=TRAIN | {"track": {"wandb": "off"}})
     run.directory.mkdir()
     path = run.directory / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + '{"step": 1', encoding="utf-8")
@@ -225,22 +201,6 @@ def test_only_the_main_rank_tracks(make_run, monkeypatch):
 
 
 # Weights & Biases
-
-
-class Interrupted(Exception):
-    """Stands for a crash."""
-
-
-def crash_at(monkeypatch, step: int) -> None:
-    """Let the run die inside an optimizer step."""
-    real, count = loop.one_step, iter(range(10**6))
-
-    def dying(*args):
-        if next(count) == step:
-            raise Interrupted
-        return real(*args)
-
-    monkeypatch.setattr(loop, "one_step", dying)
 
 
 @pytest.mark.parametrize(

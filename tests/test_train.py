@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TAPS, make_model, make_tiny_head, make_tokenizer, tiny_run
+from conftest import TAPS, Interrupted, crash_at, make_model, make_tiny_head, make_tokenizer, tiny_run
 from safetensors.torch import load_file
 
 from headwright.configs import UserError, dump
@@ -40,14 +40,6 @@ from headwright.train.track import Meter, Tracker, read_metrics
 TRAIN = {"epochs": 3, "tokens_per_batch": 256, "lr": 3e-3, "log_every": 1, "evals": 3, "saves": 6}
 
 
-@pytest.fixture(scope="module")
-def harvested(model_dir, chats, tmp_path_factory) -> Path:
-    """A run directory that holds features and nothing else."""
-    runs = tmp_path_factory.mktemp("harvested")
-    harvest(tiny_run(model_dir, chats, runs))
-    return runs
-
-
 @pytest.fixture(autouse=True)
 def same_config(request):
     """The shared run's config.yaml, as it was before a test that was refused."""
@@ -56,20 +48,6 @@ def same_config(request):
     yield
     if straight:
         (straight.directory / "config.yaml").write_text(before, encoding="utf-8")
-
-
-@pytest.fixture
-def make_run(model_dir, chats, harvested, tmp_path):
-    """Fresh runs over the same features, each in a directory of its own."""
-    count = iter(range(99))
-
-    def make(where: Path | None = None, **changes):
-        runs = where or tmp_path / f"runs-{next(count)}"
-        if not runs.exists():
-            shutil.copytree(harvested, runs)
-        return tiny_run(model_dir, chats, runs, train=TRAIN | changes)
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -182,22 +160,6 @@ def handlers():
     yield before
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-class Interrupted(Exception):
-    """Stands for a crash."""
-
-
-def crash_at(monkeypatch, step: int) -> None:
-    """Let the run die inside optimizer step `step`, after some checkpoints."""
-    real, count = loop.one_step, iter(range(10**6))
-
-    def dying(*args):
-        if next(count) == step:
-            raise Interrupted
-        return real(*args)
-
-    monkeypatch.setattr(loop, "one_step", dying)
 
 
 @pytest.mark.parametrize("step", [1, 11])
