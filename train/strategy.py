@@ -21,6 +21,7 @@ from headwright.train.optim import make_optimizers
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALING = ("scale", "growth")
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # of fp16 losses, as in torch.amp.GradScaler
 
 
@@ -178,8 +179,7 @@ class Strategy:
             for key, value in state.items()
         }
         found |= {f"ema:{name}": whole_tensor(value) for name, value in self.average.items()}
-        if self.scaler is not None:
-            found |= {"scale:": self.scaler.scale, "growth:": self.scaler.growth}
+        found |= self.scaler.state() if self.scaler is not None else {}
         return on_host(found) if self.launch.main else {}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -190,9 +190,9 @@ class Strategy:
         }
         for label, value in tensors.items():
             key, name = label.split(":", 1)
-            if key in ("scale", "growth"):
+            if key in SCALING:
                 if self.scaler is not None:
-                    getattr(self.scaler, key).copy_(value)
+                    self.scaler.take(key, value)
             elif key == "ema":
                 if name in self.average:
                     local(self.average[name]).copy_(local(self.place(value, weights[name])))
@@ -233,6 +233,14 @@ class Scaler:
     def __init__(self, launch: Launch):
         self.scale = torch.tensor(FIRST_SCALE, device=launch.device)
         self.growth = torch.tensor(0, dtype=torch.int32, device=launch.device)
+
+    def state(self) -> dict[str, Tensor]:
+        """As it is saved."""
+        return {"scale:": self.scale, "growth:": self.growth}
+
+    def take(self, key: str, value: Tensor) -> None:
+        """The inverse, key by key."""
+        (self.scale if key == "scale" else self.growth).copy_(value)
 
     def update(self, bad: Tensor) -> None:
         """After a step."""

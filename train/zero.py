@@ -23,7 +23,7 @@ from headwright.data.batch import FeatureBatch
 from headwright.data.target import Target
 from headwright.heads.base import DraftHead
 from headwright.train.optim import make_optimizers
-from headwright.train.strategy import Lesson, Metrics, Strategy, on_host
+from headwright.train.strategy import SCALING, Lesson, Metrics, Strategy, on_host
 
 
 class Zero(Strategy):
@@ -83,14 +83,19 @@ class Zero(Strategy):
         return found
 
     def backward(self, loss: Tensor) -> None:
-        """DeepSpeed averages over ranks, too."""
+        """DeepSpeed averages over ranks, too. It is told the scale of fp16 losses, and divides by it before it clips."""
+        if self.scaler is not None:
+            self.model.optimizer.override_loss_scale(float(self.scaler.scale))
         self.model.backward(loss * self.launch.world, scale_wrt_gas=False)
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """DeepSpeed clips, leaves out what is not finite, and steps."""
         self.model.step()
         norm = torch.as_tensor(self.model.get_global_grad_norm()).float()
-        return norm, torch.as_tensor(self.model.optimizer.overflow)
+        bad = torch.as_tensor(self.model.optimizer.overflow, device=self.launch.device)
+        if self.scaler is not None:
+            self.scaler.update(bad)
+        return norm, bad
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[DraftHead]:
@@ -105,6 +110,7 @@ class Zero(Strategy):
         for name, weight in self.trained():
             for key, value in next(iter(self.optimizers[0].state.values()), {}).items():
                 found[f"{key}:{name}"] = value if is_count(value) else safe_get_full_optimizer_state(weight, key)
+        found |= self.scaler.state() if self.scaler is not None else {}
         return on_host(found) if self.launch.main else {}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -116,7 +122,10 @@ class Zero(Strategy):
         counts = {}
         for label, value in tensors.items():
             key, name = label.split(":", 1)
-            if is_count(value):
+            if key in SCALING:
+                if self.scaler is not None:
+                    self.scaler.take(key, value)
+            elif is_count(value):
                 counts[key] = value
             elif name in weights:
                 safe_set_full_optimizer_state(weights[name], value.to(self.launch.device), key)
