@@ -167,7 +167,7 @@ def refusal(capsys, stage: str, *arguments: str) -> str:
     return error
 
 
-OTHERS = ("chat", "import", "doctor", "prove")  # whose command lines are their own
+OTHERS = ("chat", "import", "doctor", "prove", "plot", "push")  # whose command lines are their own
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in OTHERS])

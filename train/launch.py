@@ -85,6 +85,14 @@ def open_launch(config: TrainConfig) -> Launch:
     return Launch(rank, world, torch.device(state.device.type, state.device.index), strategy, precision, options)
 
 
+def close_launch() -> None:
+    """Leave the process group, at the end of a process: its threads would otherwise be cut off, which aborts the process now
+    and then.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def has_accelerator() -> bool:
     """Whether processes have devices that can talk to each other."""
     found = torch.accelerator.current_accelerator()

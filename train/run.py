@@ -38,7 +38,7 @@ from headwright.heads.fused import switch
 from headwright.heads.saved import save_head, warm_start
 from headwright.train.checkpoint import Checkpoint, Progress, Saver, differences, read_checkpoint, show
 from headwright.train.health import chance
-from headwright.train.launch import Launch, open_launch
+from headwright.train.launch import Launch, close_launch, open_launch
 from headwright.train.loop import Callbacks, Parts, fit
 from headwright.train.measure import Measure, measured_depth
 from headwright.train.optim import refuse_optimizer
@@ -383,6 +383,7 @@ def main(argv: list[str] | None = None, kind: str | None = None) -> None:
         train(run, dry_run)
 
     run_stage(f"train/{kind}.py" if kind else "headwright train", ABOUT, SECTIONS, stage, argv)
+    close_launch()
 
 
 if __name__ == "__main__":
