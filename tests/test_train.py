@@ -102,6 +102,8 @@ def test_training_learns_and_leaves_what_it_promises(straight):
     assert progress["best_tau"] == max(taus)
     assert last_checkpoint(straight).name == f"step-{progress['total']:07d}"
     assert (straight.directory / "config.yaml").is_file()
+    links = {name: (straight.directory / "checkpoints" / name).resolve() for name in ("last", "best")}
+    assert links == {"last": last_checkpoint(straight).resolve(), "best": (straight.directory / "head").resolve()}
     assert {p.name for p in (straight.directory / "head").iterdir()} == {
         "head.json",
         "model.safetensors",

@@ -23,6 +23,7 @@ from headwright.data.store import save_tensors, write_json
 from headwright.train.strategy import Strategy
 
 SHOWN = 12  # keys that changed
+BEST = "head"  # directory of the best head so far, in the run's
 
 
 @dataclass
@@ -89,6 +90,8 @@ class Saver:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         point(self.folder / "last", final.name)
+        if (self.folder.parent / BEST).is_dir():
+            point(self.folder / "best", f"../{BEST}")
         for old in whole(self.folder)[: -self.keep]:
             shutil.rmtree(old)
 

@@ -36,7 +36,7 @@ from headwright.eval.metrics import rank_correlation, read_metrics
 from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.fused import switch
 from headwright.heads.saved import save_head, warm_start
-from headwright.train.checkpoint import Checkpoint, Progress, Saver, differences, read_checkpoint, show
+from headwright.train.checkpoint import BEST, Checkpoint, Progress, Saver, differences, read_checkpoint, show
 from headwright.train.health import chance
 from headwright.train.launch import Launch, close_launch, open_launch
 from headwright.train.loop import Callbacks, Parts, fit
@@ -78,7 +78,7 @@ UNBOUND = (
 
 def head_path(run: RunConfig) -> Path:
     """Where the best head lies."""
-    return run.directory / "head"
+    return run.directory / BEST
 
 
 @dataclass
