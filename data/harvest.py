@@ -222,8 +222,8 @@ def open_side(
 def harvest_side(run: RunConfig, target: Target, side: Side, state: Process) -> None:
     """One store, this process's share of it. A unit belongs to the same process whatever is done already."""
     units, missing = side.units, side.writer.missing()
-    if state.is_main_process:
-        sweep(side.writer.root)
+    # a manifest is written in a moment, by whoever is last: what is older than this process is of one that was killed
+    sweep(side.writer.root, ".*.tmp" if state.is_main_process else ".manifest*.tmp")
     mine = [unit for unit in missing if unit % state.num_processes == state.process_index]
     pace = Pace(expected(side.jobs, [units[unit] for unit in mine]))
     with progress(quiet=not state.is_main_process) as bar, side.writer.background() as writer:
