@@ -73,7 +73,7 @@ def open_launch(config: TrainConfig) -> Launch:
     several = "RANK" in os.environ
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") or (several and not has_accelerator())
+    on_cpu = flag("ACCELERATE_USE_CPU") or (several and not has_accelerator())
     waiting = {"timeout": timedelta(minutes=config.hang_minutes + SPARE_MINUTES)} if several else {}
     if several:  # torch's own wrappers call what torch deprecates, in every step
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from headwright.configs.schema import TrainConfig
 from headwright.data.batch import FeatureBatch
@@ -258,12 +259,12 @@ def step_unless(optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
 
 def local(value: Any) -> Tensor:
     """This rank's part of a tensor."""
-    return value.to_local() if hasattr(value, "to_local") else value
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def whole_tensor(value: Any) -> Tensor:
     """All of it; a collective where it is sharded."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_host(tensors: dict[str, Any]) -> dict[str, Tensor]:

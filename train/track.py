@@ -190,11 +190,16 @@ def wandb_mode(asked: str) -> str:
 def wandb_id(run: RunConfig) -> str:
     """The same whenever this run directory is continued, and another one for a new directory of the same name."""
     path = run.directory / "wandb.json"
+    found = kept_id(path) or f"{secrets.token_hex(4)}-{run.name}"
+    write_json(path, {"id": found})
+    return found
+
+
+def kept_id(path: Path) -> str | None:
+    """The run at a tracker that this directory's training was logged to before."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    made = f"{secrets.token_hex(4)}-{run.name}"
-    write_json(path, {"id": made})
-    return made
+    return None
 
 
 def share(run: RunConfig, name: str, kind: str, paths: list[Path]) -> None:
@@ -262,11 +267,8 @@ def mlflow(run: RunConfig) -> Any:
 
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{run.directory.resolve() / 'mlflow.db'}")
-    path, before = run.directory / "mlflow.json", None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        before = json.loads(path.read_text(encoding="utf-8"))["id"]
-    folder = str(run.directory / "mlflow")
-    made = MLflowTracker(run.train.track.project, run_id=before, run_name=run.name, logging_dir=folder)
+    path, folder = run.directory / "mlflow.json", str(run.directory / "mlflow")
+    made = MLflowTracker(run.train.track.project, run_id=kept_id(path), run_name=run.name, logging_dir=folder)
     made.start()
     write_json(path, {"id": made.active_run.info.run_id})
     return made
