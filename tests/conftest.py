@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,3 +241,20 @@ def crash_at(monkeypatch, step: int) -> None:
         return real(*args)
 
     monkeypatch.setattr(loop, "one_step", dying)
+
+
+def on_two_processes(script: Path, text: str, *words: str) -> str:
+    """Write a script and run it by torchrun on two processes, single-threaded; what they printed, once both ended well."""
+    script.write_text(text, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TESTS": str(ROOT / "tests")}
+    done = subprocess.run(
+        [*launcher, str(script), *words],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=500,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout

@@ -1,11 +1,9 @@
 """fp16 losses are scaled under every strategy alike. On CPUs, whose autocast knows fp16, though runs there refuse it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from conftest import on_two_processes
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORKER = """
@@ -64,24 +62,8 @@ opened.wait()
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each strategy did on two processes: six steps, of which the fourth overflows."""
-    script = tmp_path_factory.mktemp("half") / "worker.py"
-    script.write_text(WORKER, encoding="utf-8")
-    line = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(script),
-        *STRATEGIES,
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TESTS": os.path.dirname(__file__)}
-    done = subprocess.run(
-        line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280, env=environment
-    )
-    assert done.returncode == 0, done.stdout
-    [said] = [text for text in done.stdout.splitlines() if text.startswith("FOUND ")]
+    output = on_two_processes(tmp_path_factory.mktemp("half") / "worker.py", WORKER, *STRATEGIES)
+    [said] = [text for text in output.splitlines() if text.startswith("FOUND ")]
     return json.loads(said.removeprefix("FOUND "))
 
 

@@ -1,13 +1,10 @@
 """Targets that no device holds alone: with their layers on disk, or spread over processes, they are the same targets."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TAPS, make_model, make_tokenizer, tiny_run
+from conftest import TAPS, make_model, make_tokenizer, on_two_processes, tiny_run
 from torch import nn
 
 from headwright.configs import UserError
@@ -134,25 +131,5 @@ dist.destroy_process_group()
 
 def test_a_target_spread_over_two_processes_is_the_same_target(model_dir, tmp_path):
     """Each holds half of the layers, and gets the features of its own texts bit for bit."""
-    script = tmp_path / "shared.py"
-    script.write_text(SHARED, encoding="utf-8")
-    line = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(script),
-        str(model_dir),
-    ]
-    done = subprocess.run(
-        line,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=150,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout
-    assert {"rank 0 equal", "rank 1 equal"} <= set(done.stdout.splitlines())
+    output = on_two_processes(tmp_path / "shared.py", SHARED, str(model_dir))
+    assert {"rank 0 equal", "rank 1 equal"} <= set(output.splitlines())

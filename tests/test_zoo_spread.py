@@ -1,12 +1,10 @@
 """Every kind of head trains under every strategy: three steps on two processes are those of one process."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from conftest import on_two_processes
 from test_zoo import CASES
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
@@ -71,20 +69,8 @@ close_launch()
 
 def run_worker(folder, strategies, cases) -> dict:
     """What the steps of each case came to."""
-    script = folder / "worker.py"
-    script.write_text(WORKER, encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TESTS": os.path.dirname(__file__)}
-    done = subprocess.run(
-        [*launcher, str(script), ",".join(strategies), *cases],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=500,
-        env=environment,
-    )
-    said = [text for text in done.stdout.splitlines() if text.startswith("FOUND ")]
-    assert done.returncode == 0, done.stdout
+    output = on_two_processes(folder / "worker.py", WORKER, ",".join(strategies), *cases)
+    said = [text for text in output.splitlines() if text.startswith("FOUND ")]
     return json.loads(said[0].removeprefix("FOUND "))
 
 
