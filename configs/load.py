@@ -6,6 +6,7 @@ import importlib
 import re
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,10 +91,15 @@ def refuse_unknown(kind: Any, raw: Any, where: str, prefix: str) -> None:
     known = typing.get_type_hints(kind, include_extras=True)
     for key, value in raw.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise UserError(f"{where}: unknown key {prefix}{key}; {hint}")
+            raise UserError(f"{where}: unknown key {prefix}{key}; {nearest(str(key), known, prefix, 'known keys')}")
         refuse_unknown(known[key], value, where, f"{prefix}{key}.")
+
+
+def nearest(given: str, known: Iterable[str], prefix: str = "", words: str = "there are") -> str:
+    """What may have been meant, or all that there is."""
+    known = list(known)
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"{words}: {', '.join(known)}"
 
 
 def strip_annotation(kind: Any) -> Any:

@@ -283,10 +283,36 @@ class ShapeConfig:
 
 
 @dataclass
+class PromptSet:
+    """One prompt set: held-out, a known one (docs/evaluation.md), or any file or data set."""
+
+    set: Annotated[
+        str | None, "held-out (the run's own split), mt-bench, gsm8k, …: what is known of rows and wording"
+    ] = None
+    path: Annotated[str | None, "a local file in that set's own format, or any file of prompts; see corpus.sources"] = (
+        None
+    )
+    hub: Annotated[str | None, "a data set on the Hugging Face hub; default: the known set's"] = None
+    demo: Annotated[str | None, "a set from a registry package: gsm8k, humaneval, mt-bench, vicuna"] = None
+    config: Annotated[str | None, "hub: configuration name"] = None
+    split: Annotated[str | None, "hub: split"] = None
+    revision: Annotated[str | None, "hub: revision"] = None
+    name: Annotated[str | None, "label in tables; default: made from the above"] = None
+    domain: Annotated[str | None, "domain in tables; default: the set's, or each row's category"] = None
+    language: Annotated[
+        str | None, "language in tables; default: the set's, or the script that a prompt is written in"
+    ] = None
+    template: Annotated[str | None, 'how a row becomes a prompt: "Summarize: {article}"'] = None
+    prompts: Annotated[int | None, "at most so many, in turn from its domains; default: eval.prompts", Ge(1)] = None
+    turns: Annotated[int | None, "at most so many of a conversation's user turns", Ge(1)] = None
+
+
+@dataclass
 class EvalConfig:
     """What is measured, on which prompts."""
 
-    prompts: Annotated[int, "held-out prompts", Ge(1)] = 32
+    sets: Annotated[list[PromptSet], "prompt sets", MinLen(1)] = field(default_factory=lambda: [PromptSet("held-out")])
+    prompts: Annotated[int, "prompts of each set", Ge(1)] = 32
     max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 96
     temperatures: Annotated[list[float], "0 is greedy", MinLen(1)] = field(default_factory=lambda: [0.0])
     shapes: Annotated[list[ShapeConfig], "draft shapes", MinLen(1)] = field(default_factory=lambda: [ShapeConfig()])
@@ -302,7 +328,14 @@ class EvalConfig:
     draft_model: Annotated[
         str | None, "a small model with the target's tokenizer, measured as a drafter: hub name or directory"
     ] = None
-    timed_prompts: Annotated[int, "prompts on which the plain baselines are timed", Ge(1)] = 8
+    heads: Annotated[
+        list[str], "further heads to measure beside the run's own, in the same turns: directories or checkpoints"
+    ] = field(default_factory=list)
+    timed_prompts: Annotated[
+        int, "prompts of each set on which speed is measured: every side and both plain baselines in turn", Ge(1)
+    ] = 8
+    rounds: Annotated[int, "how often each side decodes a timed prompt; the median counts", Ge(1)] = 1
+    ignore_eos: Annotated[bool, "equal work: end tokens do not end a text, so that all have max_new_tokens"] = False
     gpu_ceiling: Annotated[
         tuple[float, float],
         "modelled GPU: cost of one draft step and of verifying all nodes, in plain steps",
@@ -322,6 +355,44 @@ class TuneConfig:
     real_runs: Annotated[int, "best predicted shapes that are then really run, beside plain decoding", Ge(1)] = 3
     run_prompts: Annotated[int, "prompts of a real run", Ge(1)] = 8
     rounds: Annotated[int, "bursts in which each cost is measured; medians are used", Ge(1)] = 3
+
+
+@dataclass
+class StudyConfig:
+    """`headwright study`: what is swept. Prompts are the run's held-out ones, unless a study is about other sets."""
+
+    prompts: Annotated[int, "held-out prompts of each row", Ge(1)] = 6
+    max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 64
+    rounds: Annotated[int, "how often each side decodes a prompt; the median counts", Ge(1)] = 1
+    depths: Annotated[list[Annotated[int, Ge(1)]], "depths of chains and trees", MinLen(1)] = field(
+        default_factory=lambda: [1, 2, 3, 5, 7, 10]
+    )
+    width: Annotated[int, "top_k of trees, where the width is fixed", Ge(2)] = 4
+    nodes: Annotated[int, "nodes of trees, where they are fixed", Ge(2)] = 12
+    widths: Annotated[list[Annotated[int, Ge(2)]], "top_k of trees", MinLen(1)] = field(
+        default_factory=lambda: [2, 4, 8]
+    )
+    node_counts: Annotated[list[Annotated[int, Ge(2)]], "nodes of trees", MinLen(1)] = field(
+        default_factory=lambda: [7, 12, 23, 40]
+    )
+    depth: Annotated[int, "depth, where it is fixed", Ge(1)] = 5
+    temperatures: Annotated[list[Annotated[float, Ge(0)]], "0 is greedy", MinLen(1)] = field(
+        default_factory=lambda: [0.0, 0.3, 0.7, 1.0]
+    )
+    batches: Annotated[list[Annotated[int, Ge(1)]], "texts at the same time", MinLen(1)] = field(
+        default_factory=lambda: [1, 2, 4, 8]
+    )
+    contexts: Annotated[list[Annotated[int, Ge(16)]], "tokens of a prompt", MinLen(1)] = field(
+        default_factory=lambda: [512, 1024, 2048, 4096, 8000]
+    )
+    context_prompts: Annotated[int, "prompts of each length", Ge(1)] = 2
+    passes: Annotated[list[Annotated[int, Ge(1)]], "tokens of a target pass", MinLen(1)] = field(
+        default_factory=lambda: [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+    )
+    sizes: Annotated[
+        list[str], "targets whose costs are compared, of random weights: HIDDENxLAYERSxHEADSxKV-HEADSxMLPxVOCABULARY"
+    ] = field(default_factory=lambda: ["576x30x9x3x1536x49152", "960x32x15x5x2560x49152", "2048x16x32x8x8192x128256"])
+    samples: Annotated[int, "texts drawn for the test of sampled losslessness", Ge(100)] = 500
 
 
 @dataclass
@@ -365,6 +436,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
 
     @property
     def directory(self) -> Path:

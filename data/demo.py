@@ -95,11 +95,22 @@ def demo_rows(name: str) -> Iterator[Row]:
         return
     check_demo(name)
     demo = SETS[name]
+    for place, row in demo_originals(name):
+        prompt = demo.prompt(row)
+        if not demo.english_only or (prompt.isascii() and len(prompt) < 4000):
+            yield place, {"prompt": prompt}
+
+
+def demo_originals(name: str) -> Iterator[Row]:
+    """Rows of a prompt set as its authors wrote them."""
+    check_demo(name)
+    if name not in SETS:
+        yield from demo_rows(name)
+        return
+    demo = SETS[name]
     text = read_member(demo.package, demo.member).decode("utf-8")
     for number, line in enumerate(text.strip().split("\n"), 1):
-        prompt = demo.prompt(json.loads(line))
-        if not demo.english_only or (prompt.isascii() and len(prompt) < 4000):
-            yield f"{demo.package.name}/{Path(demo.member).name}:{number}", {"prompt": prompt}
+        yield f"{demo.package.name}/{Path(demo.member).name}:{number}", json.loads(line)
 
 
 def stdlib_rows() -> Iterator[Row]:

@@ -5,14 +5,16 @@ Beside target.py, block.py and gguf_model.py the only code that knows Hugging Fa
 
 import copy
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
 from headwright.configs import UserError
 from headwright.configs.schema import TargetConfig
-from headwright.data.target import Target
+from headwright.data.target import Taps, Target
 
 
 def cut_target(target: Target, layers: int) -> Target:
@@ -80,3 +82,27 @@ def is_tied(model: Target) -> bool:
 def load_written(folder: str) -> Any:
     """A written directory, as transformers reads it."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def random_target(size: Sequence[int], dtype: torch.dtype, device: str, taps: Taps = (0,)) -> Target:
+    """A Llama with random weights, for measuring costs: hidden, layers, heads, key-value heads, MLP, vocabulary."""
+    hidden, layers, heads, groups, inner, vocabulary = size
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=inner,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(before)
+    empty = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=empty)
+    return Target(model, tokenizer, "random", taps)

@@ -471,7 +471,7 @@ class Target:
             )
 
     @torch.inference_mode()
-    def generate_hf(self, ids_1T: Tensor, max_new_tokens: int) -> list[int]:
+    def generate_hf(self, ids_1T: Tensor, max_new_tokens: int, ignore_eos: bool = False) -> list[int]:
         """transformers' own greedy `generate`: an outside baseline for speed and text."""
         with self.attention(self.own_attention):
             out = self.model.generate(
@@ -480,7 +480,8 @@ class Target:
                 generation_config=transformers.GenerationConfig(
                     do_sample=False,
                     max_new_tokens=max_new_tokens,
-                    eos_token_id=list(self.spec.eos_token_ids),
+                    # the model's own end tokens would take the place of none; this one is never said
+                    eos_token_id=[self.spec.vocab_size] if ignore_eos else list(self.spec.eos_token_ids),
                     pad_token_id=self.spec.pad_token_id,
                 ),
             )

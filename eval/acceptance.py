@@ -5,12 +5,11 @@ Writes `runs/<name>/report.json` (schema headwright.acceptance/1) and `report.ht
 
 import datetime
 import itertools
-import json
 import os
 import platform
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,72 +17,45 @@ from typing import Any
 import accelerate
 import torch
 import transformers
+import xxhash
 
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
-from headwright.configs.console import progress, say, table
+from headwright.configs.console import say, table
+from headwright.configs.schema import EvalConfig
 from headwright.data.batch import last_rows, pack
-from headwright.data.generate import Question, answer
 from headwright.data.harvest import check_offline, open_store
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader, checksum, write_json
 from headwright.data.target import Target
 from headwright.eval.baselines import others
 from headwright.eval.clock import device_name
-from headwright.eval.decode import Generation, Settings, decode_plain, generate_one
-from headwright.eval.drafters import HostDrafter
-from headwright.eval.metrics import (
-    DEFINITIONS,
-    acceptance_length,
-    acceptance_metrics,
-    bootstrap,
-    phase_milliseconds,
-    repeated_4grams,
-    tokens_per_second,
-)
+from headwright.eval.decode import generate
+from headwright.eval.entries import Part, Plain, groups
+from headwright.eval.kept import Kept
+from headwright.eval.metrics import DEFINITIONS, repeated_4grams
 from headwright.eval.model_drafter import ModelDrafter
-from headwright.eval.prompts import Prompt, held_out_prompts
+from headwright.eval.prompts import Prompt, Room, check_sets, read_sets
+from headwright.eval.records import SCHEMA
 from headwright.eval.report import write_html
+from headwright.eval.settings import PLAIN, Settings
+from headwright.eval.sides import Contest, Side, Spoken, baselines
 from headwright.heads.base import Drafter, DraftHead
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.losses import kl
 from headwright.heads.saved import load_head
 
 SHIFT_DOCUMENTS = 24  # on which the change of an adapted target is measured
+PLAIN_BATCH = 32  # texts at the same time where plain decoding is not timed
 SECTIONS = ("eval",)
 ABOUT = "Decode held-out prompts with the head and without, and report what it is worth."
-SCHEMA = "headwright.acceptance/1"
-
-
-@dataclass
-class Baseline:
-    """Plain decoding of the timed prompts, by our loop and by transformers' generate; greedy texts of all prompts."""
-
-    ours: list[Generation]
-    hf_seconds: list[float]
-    hf_tokens: list[int]
-    greedy: list[list[int]]
-
-    @classmethod
-    def read(cls, raw: dict[str, Any]) -> "Baseline":
-        """From its JSON form."""
-        return cls(**raw | {"ours": [Generation(**generation) for generation in raw["ours"]]})
-
-    def step_seconds(self) -> float:
-        """One plain target pass."""
-        return sum(run.phases["verify"] for run in self.ours) / sum(len(run.emitted) for run in self.ours)
-
-    def per_token(self) -> list[float]:
-        """Seconds per new token of each timed prompt, by the faster of the two."""
-        ours = [run.seconds / len(run.tokens) for run in self.ours]
-        theirs = [seconds / tokens for seconds, tokens in zip(self.hf_seconds, self.hf_tokens)]
-        return ours if sum(ours) <= sum(theirs) else theirs
 
 
 def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     """The whole evaluation of a run."""
     shapes = [TreeShape.of(shape) for shape in run.eval.shapes]
     policies = [Policy(temperature) for temperature in run.eval.temperatures]
+    check_sets(run.eval.sets)
     if dry_run:
         check_offline(run)
         return
@@ -96,20 +68,20 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     target = Target.load(run.target, reader.manifest.taps, device)
     head = load_head(run.directory / "head", target).eval()
     refuse_too_deep(head, shapes)
-    prompts = held_out_prompts(reader, run.eval.prompts)
-    say(f"evaluating on {len(prompts)} held-out prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
-    done = Finished(run.directory / "eval.json", identity(run, target, prompts))
-    baseline = Baseline.read(done.recall("baseline", lambda: asdict(measure_baseline(run, target, prompts))))
-    entries = []
-    for name, drafter, its_shapes in [(run.head.kind, head, shapes), *others(run, target, shapes)]:
-        for policy in policies:
-            for shape in its_shapes:
-                work = partial(measure, run, target, name, drafter, shape, policy, prompts, baseline)
-                entries.append(done.recall(f"{name} {shape.name} T={policy.temperature:g}", work))
-    top = done.recall("header", lambda: header(run, target, prompts, baseline))
+    prompts = read_sets(run, target, reader)
+    sides = list(sides_of(run, target, head, shapes, policies))
+    say(f"evaluating on {len(prompts)} prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
+    kept = Kept(run.directory / "eval.jsonl", identity(run, target, prompts))
+    contest = Contest(target, Room.of(run, target), kept, run.seed, run.eval.rounds)
+    timed, rest = split(run, prompts)
+    said, plain = play(run, contest, sides, timed, rest)
+    everyone = [Part(run, target, contest.room, side, timed + rest, said[side.key], plain) for side in sides]
+    parts = [part for whole in everyone for part in by_set(whole)]
+    entries = [part.entry() for part in parts]
+    top = header(run, target, timed + rest, plain, everyone) | {"coverage": coverage(head, timed + rest, plain)}
     if head.changes_target():
-        top["target_changed"] = done.recall("target", lambda: target_shift(head, target, reader))
-    report = {"schema": SCHEMA, **top, "entries": entries, "seconds": done.seconds()}
+        top["target_changed"] = kept.recall("target", lambda: target_shift(head, target, reader))
+    report = {"schema": SCHEMA, **top, "entries": entries, "seconds": kept.seconds()}
     write_json(run.directory / "report.json", report)
     write_html(run.directory, report)
     show(report)
@@ -124,213 +96,113 @@ def refuse_too_deep(head: DraftHead, shapes: Sequence[TreeShape]) -> None:
             )
 
 
+def sides_of(
+    run: RunConfig, target: Target, head: DraftHead, shapes: Sequence[TreeShape], policies: Sequence[Policy]
+) -> Iterator[Side]:
+    """The head in every shape, further heads, and the drafters beside them; each at every temperature."""
+    heads = [(run.head.kind, head, list(shapes), "")]
+    for place in run.eval.heads:
+        refuse_adapters(head, "this run's head")
+        further = load_head(Path(place), target).eval()
+        refuse_adapters(further, place)
+        refuse_too_deep(further, shapes)
+        marks = [checksum(file)[:8] for file in sorted(Path(place).glob("*.safetensors"))]
+        heads.append((f"{further.config.kind} {place}", further, list(shapes), f" {' '.join(marks)}"))
+    beside = [(*entry, f" {mark_of(entry[1])}") for entry in others(run, target, shapes)]
+    for name, drafter, its_shapes, mark in [*heads, *beside]:
+        for policy, shape in itertools.product(policies, its_shapes):
+            settings = Settings(
+                shape,
+                run.eval.max_new_tokens,
+                policy,
+                verification=run.eval.verification,
+                ignore_eos=run.eval.ignore_eos,
+            )
+            yield Side(name, drafter, settings, mark)
+
+
+def mark_of(drafter: Drafter) -> str:
+    """Which weights a draft model has."""
+    return drafter.model.spec.fingerprint if isinstance(drafter, ModelDrafter) else ""
+
+
+def refuse_adapters(head: DraftHead, name: str) -> None:
+    """Heads that change their target cannot share it with others."""
+    if head.changes_target() is not None:
+        raise UserError(
+            f"{name} adapts its target, with which all others would be measured: leave eval.heads empty, or it out of them"
+        )
+
+
 def identity(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What finished measurements belong to: these weights, these prompts, these settings."""
+    asked = "".join(f"{prompt.set} {prompt.place} {prompt.ids} {prompt.rounds}" for prompt in prompts)
+    settings = ("max_new_tokens", "verification", "timed_prompts", "rounds", "ignore_eos")
     return {
         "head": checksum(run.directory / "head" / "model.safetensors"),
         "target": target.spec.fingerprint,
-        "prompts": [prompt.place for prompt in prompts],
+        "prompts": xxhash.xxh64_hexdigest(asked.encode()),
         "stack": stack(target),
-        "eval": {key: value for key, value in asdict(run.eval).items() if key != "shapes"},
+        "eval": {key: value for key, value in asdict(run.eval).items() if key in settings},
         "seed": run.seed,
     }
 
 
-class Finished:
-    """Measurements that an interrupted evaluation need not repeat. Another identity starts anew."""
-
-    def __init__(self, path: Path, identity: dict[str, Any]):
-        self.path = path
-        self.kept: dict[str, Any] = {"identity": json.loads(json.dumps(identity)), "parts": {}, "seconds": {}}
-        if path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["identity"] == self.kept["identity"]:
-                self.kept = found
-                say(f"continuing {path}; remove it to measure again")
-
-    def recall(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result kept under `name`, or that of `work`, kept from now on."""
-        if name not in self.kept["parts"]:
-            started = time.perf_counter()
-            self.kept["parts"][name] = json.loads(json.dumps(work()))
-            self.kept["seconds"][name] = time.perf_counter() - started
-            write_json(self.path, self.kept)
-        return self.kept["parts"][name]
-
-    def seconds(self) -> float:
-        """Time of all that was measured."""
-        return sum(self.kept["seconds"].values())
+def split(run: RunConfig, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """The first prompts of each set, on which speed is measured, and the others."""
+    timed: list[Prompt] = []
+    for name in dict.fromkeys(prompt.set for prompt in prompts):
+        timed += [prompt for prompt in prompts if prompt.set == name][: run.eval.timed_prompts]
+    return timed, [prompt for prompt in prompts if not any(prompt is other for other in timed)]
 
 
-def measure_baseline(run: RunConfig, target: Target, prompts: Sequence[Prompt]) -> Baseline:
-    """Plain greedy decoding: alternating ours and transformers' on the timed prompts, batched on the others."""
-    limit = run.eval.max_new_tokens
-    timed = prompts[: run.eval.timed_prompts]
-    decode_plain(target, timed[0].ids, 4)  # warm-up
-    target.generate_hf(torch.tensor([timed[0].ids], device=target.device), 4)
-    ours, seconds, counts = [], [], []
-    for prompt in watched("plain decoding", timed):
-        ours.append(decode_plain(target, prompt.ids, limit))
-        begun = time.perf_counter()
-        tokens = target.generate_hf(torch.tensor([prompt.ids], device=target.device), limit)
-        seconds.append(time.perf_counter() - begun)
-        counts.append(len(tokens))
-    if not any(run.emitted for run in ours):
-        raise UserError(
-            f"the target ends all of the first {len(timed)} held-out answers at their first token: there is nothing to speed up"
-        )
-    greedy = [run.tokens for run in ours]
-    rest = [Question(prompt.ids, Policy()) for prompt in prompts[len(timed) :]]
-    for start in range(0, len(rest), 32):
-        group = rest[start : start + 32]
-        answers = answer(target, group, limit)
-        greedy += [a.ids_T[len(q.ids) :].tolist() for a, q in zip(answers, group)]
-    return Baseline(ours, seconds, counts, greedy)
+def play(
+    run: RunConfig, contest: Contest, sides: Sequence[Side], timed: Sequence[Prompt], rest: Sequence[Prompt]
+) -> tuple[dict[str, list[Spoken]], Plain]:
+    """Timed prompts by all sides and both plain baselines in turn; the rest by the sides, and in batches by plain decoding."""
+    said = contest.run([*baselines(sides[0].settings), *sides], timed, "timed prompts")
+    ours, theirs = (said.pop(plain.key) for plain in baselines(sides[0].settings))
+    refuse_silence(timed, ours)
+    texts = [[turn.tokens for turn in spoken.turns] for spoken in ours]
+    texts += contest.kept.recall("plain texts", partial(plain_texts, contest, rest, run.eval))
+    more = replace(contest, rounds=1, first=len(timed)).run(sides, rest, "further prompts")
+    return {side.key: said[side.key] + more[side.key] for side in sides}, Plain(ours, theirs, texts)
 
 
-def watched(what: str, items: Sequence[Any]) -> Any:
-    """Iterate with a progress bar."""
-    with progress() as bar:
-        task = bar.add_task(what, total=len(items), note="")
-        for item in items:
-            yield item
-            bar.advance(task)
+def refuse_silence(timed: Sequence[Prompt], ours: Sequence[Spoken]) -> None:
+    """A set without a single plain step has no speed."""
+    for name in dict.fromkeys(prompt.set for prompt in timed):
+        said = [spoken for prompt, spoken in zip(timed, ours) if prompt.set == name]
+        if not any(spoken.whole.emitted for spoken in said):
+            raise UserError(
+                f"{name}: the target ends all of the first {len(said)} answers at their first token: there is nothing to "
+                "speed up"
+            )
 
 
-def measure(
-    run: RunConfig,
-    target: Target,
-    name: str,
-    drafter: Drafter,
-    shape: TreeShape,
-    policy: Policy,
-    prompts: Sequence[Prompt],
-    baseline: Baseline,
-) -> dict[str, Any]:
-    """One entry of the report."""
-    limit = run.eval.max_new_tokens
-    settings = Settings(shape, limit, policy, verification=run.eval.verification)
-    warm = generate_one(target, drafter, prompts[0].ids, replace(settings, max_new_tokens=4))
-    runs = [
-        generate_one(target, drafter, prompt.ids, settings, seed=run.seed + index)
-        for index, prompt in enumerate(watched(f"{name} {shape.name} T={policy.temperature:g}", prompts))
-    ]
-    texts = [r.tokens for r in runs]
-    characters = sum(len(target.tokenizer.decode(text)) for text in texts)
-    return {
-        "drafter": name,
-        "shape": asdict(shape) | {"name": shape.name},
-        "prompt_set": "held-out",
-        "temperature": policy.temperature,
-        **acceptance_metrics(runs, shape.depth, run.seed),
-        "by_source": by_source(runs, prompts),
-        "repeated_4grams": repeated_4grams(texts),
-        "tokens_per_second": tokens_per_second(runs),
-        "chars_per_second": characters / sum(r.seconds for r in runs),
-        **speed(runs, baseline, run.seed),
-        "phases_ms": phase_milliseconds(runs),
-        "warmup_seconds": sum(r.warmup for r in [warm, *runs]),
-        "speedup_model": speed_model(run, runs, shape, baseline, draft_cost(run, drafter, target)),
-        "verification": "walk" if isinstance(drafter, HostDrafter) else settings.rule,
-        "lossless": losslessness(target, prompts, texts, baseline, settings),
-        "samples": [sample(target, r, p) for r, p in list(zip(runs, prompts))[:4]],
-    }
+def plain_texts(contest: Contest, prompts: Sequence[Prompt], wanted: EvalConfig) -> list[list[list[int]]]:
+    """What the target says by itself, turn by turn, many conversations at the same time."""
+    settings = Settings(PLAIN, wanted.max_new_tokens, ignore_eos=wanted.ignore_eos, batch=PLAIN_BATCH)
+    texts: list[list[list[int]]] = [[] for _ in prompts]
+    live = list(range(len(prompts)))
+    while True:
+        asked = {number: contest.room.conversation(prompts[number], texts[number]) for number in live}
+        live = [number for number in live if asked[number] is not None]
+        if not live:
+            return texts
+        found = generate(contest.target, None, [asked[number] or [] for number in live], settings)
+        for number, generation in zip(live, found.generations):
+            texts[number].append(generation.tokens)
 
 
-def by_source(runs: Sequence[Generation], prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """τ and prompts of each corpus source."""
-    names = dict.fromkeys(prompt.source for prompt in prompts)
-    groups = {name: [r for r, p in zip(runs, prompts) if p.source == name] for name in names}
-    return {
-        name: {"prompts": len(group), "acceptance_length": acceptance_length(group)} for name, group in groups.items()
-    }
-
-
-def speed(runs: Sequence[Generation], baseline: Baseline, seed: int) -> dict[str, Any]:
-    """Speed-up over the faster plain baseline, paired over the timed prompts."""
-    pairs = [(plain, r.seconds / len(r.tokens)) for plain, r in zip(baseline.per_token(), runs)]
-
-    def ratio(sample: Sequence[tuple[float, float]]) -> float:
-        return sum(plain for plain, _ in sample) / sum(ours for _, ours in sample)
-
-    hf = sum(baseline.hf_tokens) / sum(baseline.hf_seconds)
-    return {
-        "baseline_tokens_per_second": tokens_per_second(baseline.ours),
-        "baseline_hf_tokens_per_second": hf,
-        "speedup": ratio(pairs),
-        "speedup_ci95": bootstrap(pairs, ratio, seed),
-        "timed_prompts": len(pairs),
-    }
-
-
-def speed_model(
-    run: RunConfig, runs: Sequence[Generation], shape: TreeShape, baseline: Baseline, draft_cost: float
-) -> dict[str, Any]:
-    """S = τ / (draft + verify + overhead), in plain steps: as measured here, and modelled for a GPU (not measured)."""
-    phases, step = phase_milliseconds(runs), 1000 * baseline.step_seconds()
-    tau = acceptance_length(runs)
-    overhead = sum(phases[name] for name in ("select", "commit", "other"))
-    verify_cost = run.eval.gpu_ceiling[1]
-    return {
-        "plain_step_ms": step,
-        "draft_in_steps": phases["draft"] / step,
-        "verify_in_steps": phases["verify"] / step,
-        "overhead_in_steps": overhead / step,
-        "predicted_here": tau * step / (phases["draft"] + phases["verify"] + overhead),
-        "break_even_tau_here": (phases["draft"] + phases["verify"] + overhead) / step,
-        "modelled_gpu": tau / (shape.depth * draft_cost + verify_cost),
-        "modelled_gpu_assumes": f"draft step {draft_cost:g}, verification {verify_cost:g} plain steps, batch 1; not measured",
-    }
-
-
-def draft_cost(run: RunConfig, drafter: Drafter, target: Target) -> float:
-    """One draft step in plain steps, on the modelled GPU: a head's as the run file says, a model's by the weights that
-    it reads.
-    """
-    if isinstance(drafter, DraftHead):
-        return run.eval.gpu_ceiling[0]
-    return drafter.share(target) if isinstance(drafter, ModelDrafter) else 0.0
-
-
-def losslessness(
-    target: Target, prompts: Sequence[Prompt], texts: Sequence[list[int]], baseline: Baseline, settings: Settings
-) -> dict[str, Any] | None:
-    """Greedy identity with plain decoding; where texts part, the target's logit gap between the two tokens. None where text is
-    sampled: the rule is then exact, and no two texts can be compared.
-    """
-    if not settings.lossless:
-        return {"rule": "typical acceptance is not lossless: this text is not the target's own"}
-    if not settings.policy.greedy:
-        return None
-    different = []
-    for prompt, text, plain in zip(prompts, texts, baseline.greedy):
-        place = next((i for i, (a, b) in enumerate(zip(text, plain)) if a != b), None)
-        if place is None and len(text) == len(plain):
-            continue
-        place = min(len(text), len(plain)) if place is None else place
-        different.append(
-            {
-                "place": prompt.place,
-                "token": place,
-                "logit_gap": logit_gap(target, prompt, text, plain, place),
-            }
-        )
-    identical = len(prompts) - len(different)
-    return {
-        "prompts": len(prompts),
-        "identical": identical,
-        "greedy_identity": identical / len(prompts),
-        "divergences": different,
-    }
-
-
-def logit_gap(target: Target, prompt: Prompt, text: list[int], plain: list[int], place: int) -> float | None:
-    """Difference of the target's logits for the two tokens; None where one text merely ends."""
-    if place >= min(len(text), len(plain)):
-        return None
-    ids = torch.tensor([prompt.ids + plain[:place]], device=target.device)
-    logits = target.logits(target.features(ids).last_BND[0, -1])
-    return float((logits[plain[place]] - logits[text[place]]).abs())
+def by_set(part: Part) -> Iterator[Part]:
+    """A part of each prompt set."""
+    count = len(part.plain.ours)
+    for name in dict.fromkeys(prompt.set for prompt in part.prompts):
+        places = [place for place, prompt in enumerate(part.prompts) if prompt.set == name]
+        plain = part.plain.part(places, [place for place in places if place < count])
+        prompts, said = [part.prompts[place] for place in places], [part.said[place] for place in places]
+        yield replace(part, prompts=prompts, said=said, plain=plain)
 
 
 @torch.inference_mode()
@@ -351,37 +223,62 @@ def target_shift(head: DraftHead, target: Target, reader: FeatureReader) -> dict
     return shift | (head.changes_target() or {}) | {"text": changed(shift)}
 
 
-def sample(target: Target, generation: Generation, prompt: Prompt) -> dict[str, Any]:
-    """A decoded answer, cut into the pieces that each cycle emitted."""
-    pieces, start = [], 1
-    decode = target.tokenizer.decode
-    first = decode(generation.tokens[:1])
-    for emitted, accepted in zip(generation.emitted, generation.accepted):
-        tokens = generation.tokens[start : start + emitted]
-        pieces.append({"accepted": decode(tokens[:accepted]), "target": decode(tokens[accepted:])})
-        start += emitted
-    return {"source": prompt.source, "place": prompt.place, "first": first, "cycles": pieces}
-
-
-def header(run: RunConfig, target: Target, prompts: Sequence[Prompt], baseline: Baseline) -> dict[str, Any]:
+def header(
+    run: RunConfig, target: Target, prompts: Sequence[Prompt], plain: Plain, everyone: Sequence[Part]
+) -> dict[str, Any]:
     """The five questions, and what the numbers mean."""
-    sources = sorted({prompt.source for prompt in prompts})
+    sets = {name: [p for p in prompts if p.set == name] for name in dict.fromkeys(prompt.set for prompt in prompts)}
+    ends = ", end tokens ignored" if run.eval.ignore_eos else ""
+    described = "; ".join(f"{len(found)} {name} prompts of {listed(found)}" for name, found in sets.items())
+    loads = [spoken.load for part in everyone for spoken in part.said[: len(plain.ours)]]
+    often = f", the median of {run.eval.rounds} rounds" if run.eval.rounds > 1 else ""
     return {
         "name": run.name,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "answers": {
-            "baseline": "plain decoding, one token per pass: the faster of our own loop and transformers' generate",
+            "baseline": "plain greedy decoding, one token per pass: the faster of our own loop and transformers' generate, "
+            f"both in turn with every drafter on {len(plain.ours)} timed prompts, after a warm-up{often}",
             "batch_size": 1,
             "stack": stack(target),
-            "data": f"{len(prompts)} held-out prompts of {', '.join(sources)}; at most {run.eval.max_new_tokens} new tokens",
+            "data": f"{described}; at most {run.eval.max_new_tokens} new tokens a turn{ends}",
             "tree_shape": "named in each entry: chain-K, or tree-depth×top_k-nodes",
         },
         "head": checksum(run.directory / "head" / "model.safetensors"),
         "target": asdict(target.spec),
         "load_average": list(os.getloadavg()),
-        "baseline_repeated_4grams": repeated_4grams(baseline.greedy),
+        "other_load": {"median": statistics.median(loads), "most": max(loads)},
+        "baseline_repeated_4grams": repeated_4grams([turn for text in plain.texts for turn in text]),
+        "pooled": [pooled(part) for part in everyone],
         "definitions": DEFINITIONS,
     }
+
+
+def coverage(head: DraftHead, prompts: Sequence[Prompt], plain: Plain) -> dict[str, Any]:
+    """How much of the target's own answers the head's vocabulary can say, by language."""
+    known, found = set(head.vocab.ids_W.tolist()), {}
+    for language in dict.fromkeys(prompt.language for prompt in prompts):
+        texts = [text for prompt, text in zip(prompts, plain.texts) if prompt.language == language]
+        tokens = [token for text in texts for turn in text for token in turn]
+        inside = sum(token in known for token in tokens)
+        found[language] = {"tokens": len(tokens), "inside": inside, "coverage": inside / max(len(tokens), 1)}
+    return found
+
+
+def listed(prompts: Sequence[Prompt]) -> str:
+    """The domains of some prompts."""
+    return ", ".join(sorted({prompt.domain for prompt in prompts}))
+
+
+def pooled(part: Part) -> dict[str, Any]:
+    """A side over all sets: by domain and by language."""
+    kinds: dict[str, Callable[[Prompt], str]] = {
+        "by_set": lambda prompt: prompt.set,
+        "by_domain": lambda prompt: prompt.domain,
+        "by_language": lambda prompt: prompt.language,
+    }
+    settings = part.side.settings
+    named = {"drafter": part.side.name, "shape": settings.shape.name, "temperature": settings.policy.temperature}
+    return named | {key: groups(part, name) for key, name in kinds.items()}
 
 
 def stack(target: Target) -> str:
@@ -396,23 +293,24 @@ def stack(target: Target) -> str:
 
 def show(report: dict[str, Any]) -> None:
     """The table at the end of the stage."""
+    several = len({entry["prompt_set"] for entry in report["entries"]}) > 1
     rows = []
     for entry in report["entries"]:
         low, high = entry["acceptance_length_ci95"]
+        slow, fast = entry["speedup_ci95"]
         model, lossless = entry["speedup_model"], entry["lossless"]
-        rows.append(
-            (
-                entry["drafter"],
-                entry["shape"]["name"],
-                f"{entry['temperature']:g}",
-                f"{entry['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]",
-                " ".join(f"{share:.0%}" for share in entry["accepted_per_position"][:5]),
-                f"{entry['tokens_per_second']:.1f}",
-                f"{entry['speedup']:.2f}×",
-                f"{model['modelled_gpu']:.2f}×",
-                same_text(lossless),
-            )
+        row = (
+            entry["drafter"],
+            entry["shape"]["name"],
+            f"{entry['temperature']:g}",
+            f"{entry['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]",
+            " ".join(f"{share:.0%}" for share in entry["accepted_per_position"][:3]),
+            f"{entry['tokens_per_second']:.1f}",
+            f"{entry['speedup']:.2f}× [{slow:.2f}, {fast:.2f}]",
+            f"{model['modelled_gpu']:.2f}×",
+            same_text(lossless),
         )
+        rows.append((entry["prompt_set"], *row) if several else row)
     columns = (
         "drafter",
         "shape",
@@ -420,12 +318,13 @@ def show(report: dict[str, Any]) -> None:
         "τ [95 %]",
         "accepted ≥1 ≥2 …",
         "tok/s",
-        "speed-up here",
+        "speed-up here [95 %]",
         "modelled GPU",
         "same text",
     )
-    table("acceptance on held-out prompts", columns, rows)
     first = report["entries"][0]
+    title = "acceptance" if several else f"acceptance on {first['prompt_set']} prompts"
+    table(title, ("set", *columns) if several else columns, rows)
     say(
         f"plain decoding: {first['baseline_tokens_per_second']:.1f} tok/s (ours), "
         f"{first['baseline_hf_tokens_per_second']:.1f} tok/s (transformers' generate)"

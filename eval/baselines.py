@@ -21,6 +21,8 @@ SUFFIX_TOKENS = 200_000  # of the training texts in a suffix automaton; it takes
 EXIT_DOCUMENTS, EXIT_CANDIDATES = 4, 8
 USUAL_VERIFY = 1.5  # plain steps of a target pass over a few nodes, for choosing an exit before anything is timed
 
+DRAFT_MODEL = "draft-model"  # its name in reports
+
 Entry = tuple[str, Drafter, list[TreeShape]]
 
 
@@ -41,7 +43,7 @@ def others(run: RunConfig, target: Target, shapes: Sequence[TreeShape]) -> Itera
             yield chosen_exit(run, target, chain.depth)
     if run.eval.draft_model is not None:
         model = Target.load(TargetConfig(model=run.eval.draft_model), [0], target.device)
-        yield "draft-model", small_model(model, target), [chain]
+        yield DRAFT_MODEL, small_model(model, target), [chain]
 
 
 def training_texts(run: RunConfig, tokens: int | None = None) -> Iterator[list[int]]:

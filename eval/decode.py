@@ -307,10 +307,12 @@ class Decoder:
         """Append new tokens up to the text's end, then count. Without `drafted` they are the prefill's, which is no cycle."""
         kept, finish = self.cut(row, new)
         row.out.tokens += kept
+        row.out.moments.append(time.perf_counter() - row.begun)
         if drafted is not None:
             row.out.emitted.append(len(kept))
             row.out.accepted.append(min(len(kept), accepted))
             row.out.drafted.append(drafted)
+            row.out.stood.append(accepted)
             row.pace.update(len(kept))
         if finish:
             row.out.finish, row.out.seconds = finish, time.perf_counter() - row.begun

@@ -19,7 +19,22 @@ DEFINITIONS = {
     "conditional_per_position": "share of the cycles that accept token k, of those that accepted k-1",
     "histogram": "cycles by number of accepted drafted tokens, from 0",
     "tokens_per_second": "new tokens over wall time, prefill included, batch 1",
-    "speedup": "wall time of the faster plain greedy baseline over this run's, both per new token, on the timed prompts",
+    "chars_per_second": "characters of the answers over the same time: what readers of different languages can compare",
+    "speedup": "wall time of the faster plain greedy baseline over this run's, both per new token, prefill included, summed "
+    "over the timed prompts; the faster of the set, or of all sets in pooled figures",
+    "speedup_ci95": "95 % bootstrap interval of the speed-up over the timed prompts",
+    "speedup_per_prompt": "the same ratio for each timed prompt: percentiles and mean",
+    "ttft_ms": "milliseconds from a turn's beginning to its first token: the prefill, drafting state not included",
+    "token_latency_ms": "milliseconds per new token after the first; tokens of one cycle share its time",
+    "gap_ms": "milliseconds between two arrivals of text: whole cycles, as a reader of a stream sees them",
+    "phases_ms": "milliseconds of a cycle by phase; prefill: of a prompt",
+    "speedup_model": "τ · plain step / cycle from the phases measured here, prefill left out; break_even: the τ at which that "
+    "is 1; ceiling: if every draft were accepted; modelled_gpu: not measured",
+    "greedy_identity": "share of the prompts whose text is that of plain decoding, token by token",
+    "logit_gap": "where two texts part, the difference of the target's logits for the two tokens: a rounding tie if near 0",
+    "compatible": "the same runs by others' definitions. spec_bench: mean of all cycles' tokens; tok/s of the mean question "
+    "over that of transformers' generate. vllm: 1 + accepted / drafts, cycles in full where they run over the end; cycles "
+    "without a draft are none. sglang: all new tokens, the prefill's too, over verification passes",
     "repeated_4grams": "share of 4-grams that occurred before in the same answer; loops flatter τ",
 }
 
@@ -57,8 +72,55 @@ def bootstrap(
     generator = np.random.default_rng(seed)
     picks = generator.integers(len(items), size=(draws, len(items)))
     values = [statistic([items[index] for index in pick]) for pick in picks]
+    if np.isnan(values).all():
+        return [float("nan")] * 2
     low, high = np.nanpercentile(values, [2.5, 97.5])
     return [float(low), float(high)]
+
+
+def percentiles(values: Sequence[float], which: Sequence[int] = (50, 95)) -> dict[str, float]:
+    """p50, p95, …; NaN of nothing."""
+    found = np.percentile(values, which) if len(values) else [float("nan")] * len(which)
+    return {f"p{name}": float(value) for name, value in zip(which, found)}
+
+
+def latencies(turns: Sequence[Generation]) -> dict[str, Any]:
+    """What a reader of a stream waits for."""
+    first, tokens, gaps = [], [], []
+    for turn in turns:
+        first += turn.moments[:1]
+        for before, now, emitted in zip(turn.moments, turn.moments[1:], turn.emitted):
+            gaps.append(now - before)
+            tokens += [(now - before) / emitted] * emitted
+    named = {"ttft_ms": first, "token_latency_ms": tokens, "gap_ms": gaps}
+    return {name: percentiles([1000 * value for value in values]) for name, values in named.items()}
+
+
+def as_others_count(turns: Sequence[Generation], speeds: Sequence[float], plain: Sequence[float]) -> dict[str, Any]:
+    """Spec-Bench's, vLLM's and SGLang's figures of the same runs. `speeds`, `plain`: tok/s of each timed prompt, here and by
+    transformers' generate.
+
+    Sources: Spec-Bench's speed report; vLLM 0.32, spec_decode/metrics.py; SGLang 0.5.23, meta_info of a request.
+    """
+    emitted = [count for turn in turns for count in turn.emitted]
+    pairs = [pair for turn in turns for pair in zip(turn.drafted, turn.stood) if pair[0]]
+    drafted, stood = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    passes, tokens = len(emitted), sum(len(turn.tokens) for turn in turns)
+    nothing = float("nan")
+    return {
+        "spec_bench": {
+            "mean_accepted_tokens": sum(emitted) / passes if passes else nothing,
+            "speedup_ratio": float(np.mean(speeds) / np.mean(plain)) if len(speeds) and len(plain) else nothing,
+        },
+        "vllm": {
+            "mean_acceptance_length": 1 + stood / len(pairs) if pairs else nothing,
+            "draft_acceptance_rate": stood / drafted if drafted else nothing,
+        },
+        "sglang": {
+            "accept_length": tokens / passes if passes else nothing,
+            "accept_rate": stood / drafted if drafted else nothing,
+        },
+    }
 
 
 def tokens_per_second(runs: Sequence[Generation]) -> float:

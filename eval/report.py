@@ -1,114 +1,95 @@
-"""report.html: one self-contained file with the verdict, the five answers, tables and plots."""
+"""report.html: one self-contained file, with the verdict first."""
 
-import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
 
+from headwright.configs import UserError
 from headwright.data.store import write_text
-from headwright.eval.metrics import read_metrics
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
-
-COLOURS = {
-    "draft": "#4c78a8",
-    "verify": "#f58518",
-    "select": "#54a24b",
-    "commit": "#b279a2",
-    "other": "#9d9da1",
-}
+from headwright.eval import plots
+from headwright.eval.calculator import answer, measured
+from headwright.eval.records import STUDY, facts
 
 
 def write_html(directory: Path, report: dict[str, Any]) -> None:
-    """Render `report` (and the training curve, where there is one) into directory/report.html."""
+    """Render `report` (and what studies and training have left beside it) into directory/report.html."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    plots = {
-        "rates": plot_rates(report["entries"]),
-        "histogram": plot_histogram(report["entries"][0]),
-        "phases": plot_phases(report["entries"]),
-        "training": plot_training(directory / "metrics.jsonl"),
-    }
-    page = environment.get_template("report.html").render(report=report, plots=plots, first=report["entries"][0])
+    head = [entry for entry in report["entries"] if entry["drafter"] == report["entries"][0]["drafter"]]
+    page = environment.get_template("report.html").render(
+        report=report,
+        first=report["entries"][0],
+        head=head,
+        advice=advice(head),
+        figures=figures(directory, report, head),
+        formula=formula(report),
+        provenance=facts(directory / "provenance.json"),
+        studies=studies(directory),
+        sure=sure,
+    )
     write_text(directory / "report.html", page)
 
 
-def label(entry: dict[str, Any]) -> str:
-    """An entry's name in plots."""
-    return f"{entry['drafter']} {entry['shape']['name']}" + (
-        f" T={entry['temperature']:g}" if entry["temperature"] else ""
-    )
+def sure(interval: Sequence[float] | None) -> str:
+    """What an interval of a speed-up says."""
+    if interval is None:
+        return "not timed"
+    low, high = interval
+    return "faster" if low > 1 else "slower" if high < 1 else "no clear difference"
 
 
-def svg(figure: Any) -> str:
-    """A figure as inline SVG."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+def advice(head: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Whether it is worth it, in which shape, for which traffic: by greedy entries, if there are any."""
+    greedy = [entry for entry in head if entry["temperature"] == 0] or list(head)
+    names = dict.fromkeys((entry["shape"]["name"], entry["temperature"]) for entry in greedy)
+    rows = {
+        name: [entry for entry in greedy if (entry["shape"]["name"], entry["temperature"]) == name] for name in names
+    }
+    best = max(rows.values(), key=lambda found: sum(entry["speedup"] for entry in found) / len(found))
+    return {
+        "shape": best[0]["shape"]["name"],
+        "temperature": best[0]["temperature"],
+        "entry": best[0],
+        "entries": best,
+        "verdict": sure(best[0]["speedup_ci95"]),
+        "traffic": [
+            (entry["prompt_set"], name, group, sure(group["speedup_ci95"]))
+            for entry in best
+            for name, group in entry["by_domain"].items()
+        ],
+    }
 
 
-def plot_rates(entries: list[dict[str, Any]]) -> str:
-    """Conditional and joint acceptance by depth."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
-    for entry in entries:
-        depth = range(1, len(entry["accepted_per_position"]) + 1)
-        left.plot(depth, entry["conditional_per_position"], marker="o", label=label(entry))
-        right.plot(depth, entry["accepted_per_position"], marker="o", label=label(entry))
-    left.set(title="accepted, if all before were", xlabel="draft position", ylim=(0, 1))
-    right.set(title="accepted (joint)", xlabel="draft position")
-    right.legend(fontsize=7)
-    return svg(figure)
+def formula(report: dict[str, Any]) -> dict[str, Any] | None:
+    """The calculator's table, from the first chain."""
+    try:
+        known = measured(report)
+    except UserError:
+        return None
+    return answer(known.alpha, known.costs, known.depth, 10) | {"name": known.name}
 
 
-def plot_histogram(entry: dict[str, Any]) -> str:
-    """Cycles by accepted tokens."""
-    figure, axis = plt.subplots(figsize=(4.5, 2.6))
-    axis.bar(range(len(entry["histogram"])), entry["histogram"], color=COLOURS["draft"])
-    axis.set(title=f"{label(entry)}: accepted drafts per cycle", xlabel="accepted", ylabel="cycles")
-    return svg(figure)
+def figures(directory: Path, report: dict[str, Any], head: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """All plots as SVG, by name; those without data are left out."""
+    made = {
+        "groups": plots.groups(report["pooled"][0]),
+        "rates": plots.rates(report["entries"]),
+        "histogram": plots.histogram(report["entries"][0]),
+        "phases": plots.phases(report["entries"]),
+        "model": plots.predicted(report["entries"]),
+        "coverage": plots.coverage(report.get("coverage", {})),
+        "training": plots.training(directory / "metrics.jsonl"),
+    }
+    return {name: picture for name, picture in made.items() if picture}
 
 
-def plot_phases(entries: list[dict[str, Any]]) -> str:
-    """Where a cycle's time goes, beside one plain step."""
-    figure, axis = plt.subplots(figsize=(8, 0.6 + 0.45 * (len(entries) + 1)))
-    names = [label(entry) for entry in entries]
-    start = [0.0] * len(entries)
-    for phase, colour in COLOURS.items():
-        widths = [entry["phases_ms"][phase] for entry in entries]
-        axis.barh(names, widths, left=start, color=colour, label=phase)
-        start = [a + b for a, b in zip(start, widths)]
-    axis.barh(["one plain step"], [entries[0]["speedup_model"]["plain_step_ms"]], color="#72b7b2")
-    axis.invert_yaxis()
-    axis.set(xlabel="milliseconds per cycle")
-    axis.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return svg(figure)
-
-
-def plot_training(path: Path) -> str:
-    """Loss per rollout step and τ on held-out text."""
-    records = read_metrics(path)
-    losses, taus = [r for r in records if "loss_0" in r], [r for r in records if "tau" in r]
-    if not losses or not taus:
-        return ""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8))
-    for name in sorted(key for key in losses[-1] if key.startswith("loss_")):
-        left.plot(
-            [r["step"] for r in losses],
-            [r.get(name) for r in losses],
-            lw=1,
-            label=name.replace("_", " of step "),
-        )
-    left.set(title="loss on training text", xlabel="optimizer step")
-    left.legend(fontsize=7)
-    right.plot([r["step"] for r in taus], [r["tau"] for r in taus], marker="o")
-    right.set(title="τ on held-out text", xlabel="optimizer step")
-    return svg(figure)
+def studies(directory: Path) -> list[dict[str, Any]]:
+    """Those that have been made, with their plots."""
+    found = [facts(path) for path in sorted((directory / "studies").glob("*.json"))]
+    return [study | {"picture": plots.study(study)} for study in found if study.get("schema") == STUDY]

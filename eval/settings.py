@@ -27,11 +27,32 @@ class Generation:
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of a batch of one
     warmup: float = 0.0  # seconds of capturing passes, likewise
     finish: str = ""  # eos, stop, length (max_new_tokens) or context (the target's)
+    stood: list[int] = field(
+        default_factory=list
+    )  # drafted tokens that were right, those beyond the end of the text too
+    moments: list[float] = field(
+        default_factory=list
+    )  # seconds after which the first token and each cycle's were there
 
     @property
     def acceptance_length(self) -> float:
         """τ: tokens per target pass, the bonus token included."""
         return sum(self.emitted) / len(self.emitted) if self.emitted else float("nan")
+
+    def then(self, more: "Generation") -> "Generation":
+        """This turn of a conversation and the next one, counted together. Moments stay those of each turn."""
+        return Generation(
+            self.tokens + more.tokens,
+            self.accepted + more.accepted,
+            self.emitted + more.emitted,
+            self.drafted + more.drafted,
+            self.seconds + more.seconds,
+            {name: self.phases[name] + more.phases[name] for name in PHASES},
+            self.warmup + more.warmup,
+            more.finish,
+            self.stood + more.stood,
+            self.moments + more.moments,
+        )
 
 
 @dataclass(frozen=True)

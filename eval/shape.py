@@ -277,9 +277,9 @@ class Bench:
         target.extend(ids, self.cache)
         self.cache.advance(self.count)
 
-    def verify(self, nodes: int) -> Callable[[], object]:
-        """A target pass over so many nodes, with its mask and logits."""
-        nodes = pass_nodes(nodes, 1, self.target.device)
+    def verify(self, nodes: int, pad: bool = True) -> Callable[[], object]:
+        """A target pass over so many nodes, with its mask and logits; `pad`: to a size that the decoder would choose."""
+        nodes = pass_nodes(nodes, 1, self.target.device) if pad else nodes
         self.cache.make_room(nodes)
         line = torch.arange(nodes, device=self.target.device)[None]
         tree = Tree(torch.full_like(line, 5), line - 1, line, line.float(), levels=min(nodes - 1, 6))

@@ -44,6 +44,9 @@ class Fan(Stepwise):
 class Steady:
     """The state of a head that reads the last confirmed row alone."""
 
+    def __init__(self) -> None:
+        self.lengths: list[int] = []  # of rows that it keeps: none
+
     def put(self, row: int, other: Any) -> None:
         """Nothing to take over."""
 

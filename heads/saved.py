@@ -84,12 +84,13 @@ class Saved:
 
 def read_head(folder: Path) -> Saved:
     """A head's directory, or UserError."""
-    path = folder / "head.json"
+    path = config_path(folder)
     if not path.is_file():
         raise UserError(f"{folder}: no head there (head.json is missing): train first")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
+        tensors.setdefault("vocab.ids", load_file(path.with_name("model.safetensors"))["vocab.ids"])
     except (ValueError, OSError, SafetensorError) as error:
         raise UserError(f"{folder}: the head cannot be read: {error}") from None
     if raw.get("format") != FORMAT:
@@ -98,6 +99,14 @@ def read_head(folder: Path) -> Saved:
     config = build(get_head(raw["head"]["kind"]).Config, raw["head"], str(path))
     vocab = DraftVocab(tensors.pop("vocab.ids"), spec.vocab_size)
     return Saved(config, spec, tuple(raw["taps"]), vocab, tensors)
+
+
+def config_path(folder: Path) -> Path:
+    """Where a head's config stands: beside its weights, or of a checkpoint with the run's best head."""
+    path = folder / "head.json"
+    if not path.is_file() and (folder / "progress.json").is_file():
+        return folder.resolve().parents[1] / "head" / "head.json"
+    return path
 
 
 def read_foreign(folder: Path, spec: TargetSpec) -> Saved:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
 
@@ -31,6 +30,7 @@ from headwright.configs.console import say, table
 from headwright.configs.load import load_run
 from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.harvest import store_path
+from headwright.data.small_model import random_target
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
 from headwright.eval.acceptance import stack
@@ -277,30 +277,6 @@ def counts(scene: Scene, document: DocumentFeatures) -> list[int]:
     """Accepted drafts of each cycle of a chain of 5, by rollout."""
     batch = pack([document]).to(scene.target.device)
     return replay(document.mask_T, scene.head.agreement(batch, scene.target, 5).cpu()).accepted
-
-
-def random_target(size: tuple[int, ...], dtype: torch.dtype, device: str) -> Target:
-    """A Llama of given sizes with random weights."""
-    hidden, layers, heads, groups, inner, vocabulary = size
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=inner,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    torch.set_default_dtype(before)
-    empty = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=empty)
-    return Target(model, tokenizer, "random", [0])
 
 
 def bench_overhead(rounds: int) -> dict[str, float]:

@@ -16,10 +16,12 @@ import headwright.heads
 from headwright.configs import RunConfig
 from headwright.configs.load import build
 from headwright.data.batch import DocumentFeatures, pack
+from headwright.data.chat import Renderer
 from headwright.data.harvest import harvest
 from headwright.data.store import store_damage
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
+from headwright.eval.prompts import Room
 from headwright.eval.settings import Generation
 from headwright.heads.base import DraftHead, make_head
 from headwright.train import loop
@@ -94,6 +96,12 @@ def make_model(family: str = "llama", seed: int = 0, vocab: int = VOCAB, **chang
 def make_target(family: str = "llama", taps=TAPS, **changes) -> Target:
     """A tiny target, checked as any other."""
     return Target(make_model(family, **changes), make_tokenizer(), f"tiny-{family}", taps)
+
+
+def make_room(target: Target, context: int | None = None) -> Room:
+    """A target's template and context, or another context."""
+    most = target.spec.max_positions if context is None else context
+    return Room(Renderer(target.tokenizer), most, frozenset(target.spec.eos_token_ids))
 
 
 def make_tiny_head(target: Target, size: int | None = 100, seed: int = 1, **config) -> DraftHead:

@@ -19,9 +19,10 @@ from headwright.configs.schema import TrainConfig
 from headwright.data.batch import DocumentFeatures, pack
 from headwright.data.generate import read_documents
 from headwright.data.harvest import harvest, open_store
+from headwright.data.sampling import Policy
 from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
-from headwright.eval.acceptance import evaluate, target_shift
+from headwright.eval.acceptance import evaluate, sides_of, target_shift
 from headwright.eval.decode import decode_plain, speculate
 from headwright.heads.adapter import Adapter, AdapterConfig
 from headwright.heads.base import DraftHead, Engine, make_head
@@ -596,7 +597,10 @@ def test_page_says_that_the_text_may_change(straight, report):
 
 def test_losslessness_is_of_the_adapted_target(straight, report):
     """Speculation says what the adapted target says plainly, which is not what the target said."""
-    kept = json.loads((straight.directory / "eval.json").read_text(encoding="utf-8"))["parts"]["baseline"]["greedy"]
+    lines = (straight.directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    parts = {line["name"]: line["value"] for line in map(json.loads, lines)}
+    kept = [said["turns"][0]["tokens"] for name, said in parts.items() if name.startswith("plain plain ")]
+    kept += [text for [text] in parts["plain texts"]]
     assert report["entries"][0]["lossless"]["greedy_identity"] == 1.0
     reader = open_store(straight, "held-out")
     prompts = [d.ids_T[: int(d.mask_T.int().argmax())].tolist() for d in reader]
@@ -604,8 +608,25 @@ def test_losslessness_is_of_the_adapted_target(straight, report):
     load_head(straight.directory / "head", adapted)
     plain = Target.load(straight.target, LAST)
     said = [[decode_plain(target, prompt, 10).tokens for prompt in prompts] for target in (adapted, plain)]
+    assert len(kept) == report["entries"][0]["lossless"]["prompts"]
     assert all(text in said[0] for text in kept)
     assert not all(text in said[1] for text in kept)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_further_heads_leave_the_target_to_the_runs_own(straight, tmp_path, monkeypatch, adapted):
+    """Or are refused: one target cannot be adapted for one side alone."""
+    target, other = (Target.load(straight.target, LAST) for _ in range(2))
+    head = load_head(straight.directory / "head", target)
+    save_head(stir(medusa2(other)) if adapted else make_any("medusa", other, steps=2), tmp_path)
+    ids = torch.tensor([[65, 66, 67]])
+    before = target.features(ids).last_BND
+    monkeypatch.setattr(straight.eval, "heads", [str(tmp_path)])
+    try:
+        list(sides_of(straight, target, head, [CHAIN], [Policy()]))
+    except UserError:
+        return
+    assert torch.equal(target.features(ids).last_BND, before)
 
 
 def test_a_head_without_adapter_changes_nothing():

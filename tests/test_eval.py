@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TAPS, tiny_run
+from conftest import TAPS, make_room, tiny_run
 
 from headwright.configs import UserError
 from headwright.data.batch import DocumentFeatures
@@ -15,9 +15,10 @@ from headwright.data.harvest import harvest, store_path
 from headwright.data.sampling import Policy
 from headwright.data.store import FeatureReader
 from headwright.data.target import Target
-from headwright.eval.acceptance import SCHEMA, Baseline, evaluate, losslessness
+from headwright.eval.acceptance import SCHEMA, evaluate
 from headwright.eval.clock import PHASES
 from headwright.eval.decode import Generation, Settings, decode_plain, speculate
+from headwright.eval.entries import losslessness
 from headwright.eval.metrics import (
     DEFINITIONS,
     acceptance_length,
@@ -65,14 +66,29 @@ ENTRY = {
     "accepted_per_position",
     "conditional_per_position",
     "histogram",
+    "by_domain",
+    "by_language",
+    "turns",
+    "repeated_4grams",
     "tokens_per_second",
     "chars_per_second",
     "baseline_tokens_per_second",
+    "baseline_hf_tokens_per_second",
     "speedup",
     "speedup_ci95",
+    "speedup_per_prompt",
+    "timed_prompts",
+    "ttft_ms",
+    "token_latency_ms",
+    "gap_ms",
     "phases_ms",
+    "warmup_seconds",
     "speedup_model",
+    "verification",
     "lossless",
+    "compatible",
+    "per_prompt",
+    "samples",
 }
 
 
@@ -84,9 +100,13 @@ def test_report_has_every_key_of_its_contract(report):
     names = [(e["drafter"], e["shape"]["name"], e["temperature"]) for e in report["entries"]]
     assert names == [("eagle3", "chain-3", 0.0), ("eagle3", "tree-3x2-6", 0.0), ("prompt-lookup", "chain-3", 0.0)]
     for entry in report["entries"]:
-        assert not ENTRY - set(entry)
+        assert set(entry) == ENTRY
         assert set(entry["phases_ms"]) == set(PHASES)
-        assert set(entry["by_source"]) == {"chats"}
+        assert set(entry["by_domain"]) == {"chats"}
+        assert set(entry["by_language"]) == {"Latin"}
+        assert (entry["prompt_set"], entry["turns"], entry["timed_prompts"]) == ("held-out", 3, 2)
+        assert entry["by_domain"]["chats"] == entry["by_language"]["Latin"]
+        assert entry["by_domain"]["chats"]["acceptance_length"] == entry["acceptance_length"]
 
 
 def test_numbers_of_an_entry_fit_each_other(report):
@@ -104,8 +124,9 @@ def test_numbers_of_an_entry_fit_each_other(report):
 
 
 def test_greedy_entries_are_lossless(report):
+    nothing = {"divergences_per_1000_tokens": 0.0, "divergences": []}
     for entry in report["entries"]:
-        assert entry["lossless"] == {"prompts": 3, "identical": 3, "greedy_identity": 1.0, "divergences": []}
+        assert entry["lossless"] == {"prompts": 3, "identical": 3, "greedy_identity": 1.0} | nothing
 
 
 def test_report_is_what_the_decoder_counts(run, report):
@@ -118,18 +139,25 @@ def test_report_is_what_the_decoder_counts(run, report):
         assert report["entries"][0][key] == value, key
 
 
+CLOCK = re.compile("second|speed|_ms$")
+
+
+def without_clock(found):
+    """A part of a report without what a clock has said."""
+    if isinstance(found, dict):
+        return {key: without_clock(value) for key, value in found.items() if not CLOCK.search(key)}
+    return [without_clock(value) for value in found] if isinstance(found, list) else found
+
+
 def test_evaluating_again_gives_the_same_tau_to_the_last_digit(run, report):
     """From scratch, not from what was kept."""
-    (run.directory / "eval.json").unlink(missing_ok=True)
+    (run.directory / "eval.jsonl").unlink()
     evaluate(run)
     again = json.loads((run.directory / "report.json").read_text(encoding="utf-8"))
-    timed = re.compile("second|speed|phases|samples")
-    for before, after in zip(report["entries"], again["entries"]):
-        assert before.keys() == after.keys()
-        for key in before:
-            if not timed.search(key):
-                assert before[key] == after[key], key
-        assert before["samples"] == after["samples"]
+    for before, after in zip(report["entries"], again["entries"], strict=True):
+        assert without_clock(before) == without_clock(after)
+    for key in ("pooled", "coverage", "answers", "baseline_repeated_4grams", "head", "target"):
+        assert without_clock(report[key]) == without_clock(again[key]), key
 
 
 def test_html_is_one_file_of_its_own(run, report):
@@ -138,7 +166,7 @@ def test_html_is_one_file_of_its_own(run, report):
     assert page.startswith("<!doctype html>")
     assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!#)[^"'\s>]+""", re.sub(r'xlink:href="#[^"]*"', "", page))
     assert not re.search(r"<script|@import|<link|url\(\s*[\"']?(?!#)", page)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 7  # groups, rates, histogram, phases, model, coverage, training
     assert f"{report['entries'][0]['acceptance_length']:.2f}" in page
     for answer in (report["answers"]["data"], report["answers"]["stack"]):
         assert answer.split(";")[0] in page
@@ -150,7 +178,7 @@ def test_html_escapes_what_the_model_wrote(run):
     body = page.split("<body>")[1]
     known = "svg|g|path|defs|use|text|rect|clipPath|metadata|style|rdf|cc|dc|title|tspan|line|polygon|image"
     known += "|h1|h2|p|dl|dt|dd|table|tr|th|td|div|span|b|small|strong|em|a|ul|li|code|pre|br|body|html|figure|details"
-    known += "|summary"
+    known += "|summary|h3"
     assert not re.findall(rf"<(?!/?(?:{known})\b)[a-zA-Z/|][^>]*>", re.sub(r"<!--.*?-->", "", body, flags=re.S))
 
 
@@ -269,23 +297,28 @@ def test_losslessness_reports_where_texts_part_and_by_how_much(tiny):
     plain = [decode_plain(tiny, p.ids, 6).tokens for p in prompts]
     other = [*plain[1][:2], (plain[1][2] + 1) % 272, *plain[1][3:]]
     settings = Settings(TreeShape.chain(3))
-    found = losslessness(tiny, prompts, [plain[0], other, plain[2][:4]], Baseline([], [], [], plain), settings)
+    texts = [plain[0], other, plain[2][:4]]
+    found = losslessness(
+        tiny, make_room(tiny), prompts, [[text] for text in texts], [[text] for text in plain], settings
+    )
     assert (found["prompts"], found["identical"]) == (3, 1)
     assert found["greedy_identity"] == 1 / 3
+    assert found["divergences_per_1000_tokens"] == 1000 * 2 / sum(map(len, texts))
     changed, short = found["divergences"]
     logits = tiny.logits(tiny.features(torch.tensor([prompts[1].ids + plain[1][:2]])).last_BND[0, -1])
-    assert (changed["place"], changed["token"]) == ("p1", 2)
+    assert (changed["place"], changed["turn"], changed["token"]) == ("p1", 0, 2)
     assert changed["logit_gap"] == pytest.approx(float(logits.max() - logits[other[2]]), rel=1e-4)
-    assert short == {"place": "p2", "token": 4, "logit_gap": None}
+    assert short == {"place": "p2", "turn": 0, "token": 4, "logit_gap": None}
 
 
 def test_losslessness_is_not_claimed_where_nothing_is_compared(tiny):
     """Sampled text has no plain twin; typical acceptance says that it is not lossless."""
     sampled = Settings(TreeShape.chain(3), policy=Policy(0.7))
     typical = Settings(TreeShape.chain(3), policy=Policy(0.7), verification="typical")
-    nothing = Baseline([], [], [], [])
-    assert losslessness(tiny, [], [], nothing, sampled) is None
-    assert "not lossless" in losslessness(tiny, [], [], nothing, typical)["rule"]
+    prompts = [Prompt([65], "s", "p")]
+    assert losslessness(tiny, make_room(tiny), prompts, [[[1, 2]]], [[[1, 3]]], sampled) is None
+    assert set(losslessness(tiny, make_room(tiny), prompts, [[[1, 2]]], [[[1, 2]]], typical)) == {"rule"}
+    assert "not lossless" in losslessness(tiny, make_room(tiny), prompts, [[[1, 2]]], [[[1, 2]]], typical)["rule"]
 
 
 # Prompts

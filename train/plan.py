@@ -215,11 +215,12 @@ def probe_evaluation(run: RunConfig, target: Target, head: DraftHead, documents:
     count = 12
     head.eval()
     plain = timed_cycle(target, head, prompt, TreeShape("chain", 1, 1, 1), count)
-    tokens = run.eval.prompts * run.eval.max_new_tokens
+    tokens = sum(wanted.prompts or run.eval.prompts for wanted in run.eval.sets) * run.eval.max_new_tokens
+    timed = run.eval.timed_prompts * len(run.eval.sets) * run.eval.rounds
     tau = expected_tau(sum(int(d.mask_T.sum()) for d in documents))
     shapes = [TreeShape.of(shape) for shape in run.eval.shapes]
     cycles = sum(timed_cycle(target, head, prompt, shape, count) for shape in shapes) * len(run.eval.temperatures)
-    return 2 * plain * run.eval.timed_prompts * run.eval.max_new_tokens + tokens / tau * (cycles + plain)
+    return 2 * plain * timed * run.eval.max_new_tokens + tokens / tau * (cycles + plain)
 
 
 def timed_cycle(target: Target, head: DraftHead, prompt: list[int], shape: TreeShape, count: int) -> float:

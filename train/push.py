@@ -20,6 +20,7 @@ from headwright.configs.command import clean_exit
 from headwright.configs.console import say
 from headwright.configs.load import parse
 from headwright.data.store import checksum, write_text
+from headwright.eval.records import read_report
 from headwright.heads.export import target_name
 from headwright.train.provenance import cleaned
 from headwright.train.summary import read
@@ -32,7 +33,7 @@ BESIDE = ("report.html", "report.json", "training.json", "provenance.json")
 def build(folder: Path, run: RunConfig, engine: str, repository: str | None, licence: str | None) -> None:
     """Everything that is pushed, into `folder`. Raises UserError where something is missing, or is not of this head."""
     export = run.directory / "export" / engine
-    report, made = read(run.directory / "report.json"), read(export / "headwright.json")
+    report, made = read_report(run.directory), read(export / "headwright.json")
     refuse_stale(run, report, made, export)
     scratch = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)

@@ -9,6 +9,7 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, say, size, table
 from headwright.data.harvest import store_path
 from headwright.data.store import Manifest, read_manifest, write_json
+from headwright.eval.records import read_report
 from headwright.heads.serve import sampling
 from headwright.train.track import share
 
@@ -44,7 +45,7 @@ def summarise(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         return
     sides = stored_sides(run)
-    training, report = read(run.directory / "training.json"), read(run.directory / "report.json")
+    training, report = read(run.directory / "training.json"), read_report(run.directory)
     first = report["entries"][0]
     size_of, seconds = size(sides[0].bytes), duration(sides[0].seconds)
     made = f"{size_of}, {seconds}" if len(sides) == 2 else "live"
