@@ -167,13 +167,24 @@ def refusal(capsys, stage: str, *arguments: str) -> str:
     return error
 
 
-OTHERS = ("chat", "import", "doctor", "prove", "plot", "push")  # whose command lines are their own
+# Whose command lines are their own
+OTHERS = ("compare", "study", "speedup", "watch", "chat", "import", "doctor", "prove", "plot", "push")
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in OTHERS])
 def test_missing_config_file(stage, tmp_path, capsys):
     path = tmp_path / "none.yaml"
     assert refusal(capsys, stage, "--config", str(path)) == f"error: config {path}: no such file\n"
+
+
+def test_missing_config_file_of_a_study(tmp_path, capsys):
+    path = tmp_path / "none.yaml"
+    assert refusal(capsys, "study", "all", "--config", str(path)) == f"error: config {path}: no such file\n"
+
+
+@pytest.mark.parametrize("stage", OTHERS)
+def test_help_of_the_other_commands(stage, capsys):
+    assert f"usage: headwright {stage}" in " ".join(help_of(stage, capsys).split())
 
 
 @pytest.mark.parametrize(

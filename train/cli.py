@@ -15,6 +15,16 @@ STAGES = {
         "headwright.eval.acceptance",
         "measure τ, speed and losslessness; write report.json and report.html",
     ),
+    "compare": ("headwright.eval.compare", "evaluations side by side, paired over prompts, with a test: RUN RUN …"),
+    "study": (
+        "headwright.eval.study",
+        "sweeps, each a table and a plot: depth, width, batch, context, domain, …: NAME",
+    ),
+    "speedup": ("headwright.eval.calculator", "what speculation would bring, by formula: --alpha A --cost C --depth K"),
+    "watch": (
+        "headwright.eval.monitor",
+        "a serving vLLM's or SGLang's acceptance against what was measured: --url URL",
+    ),
     "tune": ("headwright.eval.tune", "choose the draft shape for this device and these prompts, from measured costs"),
     "export": ("headwright.heads.export", "write directories that vLLM and SGLang load"),
     "import": ("headwright.heads.importer", "take a head of others (EAGLE, SpecForge, speculators, …) into a run: DIR"),
