@@ -335,6 +335,12 @@ class EvalConfig:
         int, "prompts of each set on which speed is measured: every side and both plain baselines in turn", Ge(1)
     ] = 8
     rounds: Annotated[int, "how often each side decodes a timed prompt; the median counts", Ge(1)] = 1
+    patience: Annotated[
+        float,
+        "seconds that are spent in all on measurements which other processes disturbed: waiting until these have finished, and "
+        "measuring again",
+        Ge(0),
+    ] = 60.0
     ignore_eos: Annotated[bool, "equal work: end tokens do not end a text, so that all have max_new_tokens"] = False
     gpu_ceiling: Annotated[
         tuple[float, float],

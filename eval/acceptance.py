@@ -72,7 +72,7 @@ def evaluate(run: RunConfig, dry_run: bool = False) -> None:
     sides = list(sides_of(run, target, head, shapes, policies))
     say(f"evaluating on {len(prompts)} prompts, {run.eval.max_new_tokens} new tokens each, batch 1, {device}")
     kept = Kept(run.directory / "eval.jsonl", identity(run, target, prompts))
-    contest = Contest(target, Room.of(run, target), kept, run.seed, run.eval.rounds)
+    contest = Contest(target, Room.of(run, target), kept, run.seed, run.eval.rounds, patience=run.eval.patience)
     timed, rest = split(run, prompts)
     said, plain = play(run, contest, sides, timed, rest)
     everyone = [Part(run, target, contest.room, side, timed + rest, said[side.key], plain) for side in sides]
@@ -165,7 +165,7 @@ def play(
     refuse_silence(timed, ours)
     texts = [[turn.tokens for turn in spoken.turns] for spoken in ours]
     texts += contest.kept.recall("plain texts", partial(plain_texts, contest, rest, run.eval))
-    more = replace(contest, rounds=1, first=len(timed)).run(sides, rest, "further prompts")
+    more = replace(contest, rounds=1, first=len(timed), patience=0).run(sides, rest, "further prompts")
     return {side.key: said[side.key] + more[side.key] for side in sides}, Plain(ours, theirs, texts)
 
 

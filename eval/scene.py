@@ -105,7 +105,8 @@ class Scene:
 
     def contest(self) -> Contest:
         """Turns whose results are kept in this study's file."""
-        return Contest(self.target, self.room, self.kept, self.run.seed, self.run.study.rounds)
+        run = self.run
+        return Contest(self.target, self.room, self.kept, run.seed, run.study.rounds, patience=run.eval.patience)
 
     def race(self, sides: Sequence[Side], prompts: Sequence[Prompt] | None = None, what: str = "prompts") -> list[Part]:
         """All sides and both baselines in turn."""

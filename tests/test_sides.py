@@ -694,3 +694,46 @@ def test_turns_after_the_first_difference_are_not_compared(tiny, room):
     assert [(each["turn"], each["token"]) for each in found["divergences"]] == [(0, 1)]
     same = losslessness(tiny, room, [prompt], [[[1, 2], [3]]], [[[1, 2], [3]]], Settings(CHAIN))
     assert (same["identical"], same["divergences"]) == (1, [])
+
+
+# Others on the machine
+
+
+class Loads:
+    """In the place of what is decoded and of the machine's own counters: one load after another."""
+
+    def __init__(self, monkeypatch, said: list[float], seen: list[float]):
+        self.said, self.seen, self.slept = iter(said), iter(seen), 0.0
+        monkeypatch.setattr(module, "converse", lambda *_: Spoken([Generation([1])], next(self.said)))
+        monkeypatch.setattr(module.Usage, "load", lambda _: next(self.seen))
+        monkeypatch.setattr(module.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        """Not really."""
+        self.slept += seconds
+
+
+def told(patience: float) -> dict:
+    """What a contest keeps of one side's answer."""
+    return Contest(None, None, None, patience=patience).say(
+        Side("plain", None, Settings(PLAIN)), Prompt([1], "s", "p"), 0
+    )
+
+
+def test_a_disturbed_measurement_is_made_again_when_others_have_finished(monkeypatch):
+    loads = Loads(monkeypatch, said=[0.9, 0.5, 0.1, 7.0], seen=[1.0, 0.8, 0.0, 0.6, 0.2])
+    assert told(100)["load"] == 0.1
+    assert loads.slept == 5 * module.LOOK
+
+
+def test_the_least_disturbed_counts_where_patience_ends(monkeypatch):
+    loads = Loads(monkeypatch, said=[0.9, 0.6, 0.8], seen=[0.1] * 9)
+    assert told(2 * module.LOOK)["load"] == 0.6
+    assert loads.slept == 2 * module.LOOK
+
+
+@pytest.mark.parametrize(("patience", "load"), [(0, 0.9), (100, module.DISTURBED)])
+def test_nobody_waits_without_patience_or_reason(monkeypatch, patience, load):
+    loads = Loads(monkeypatch, said=[load], seen=[])
+    assert told(patience)["load"] == load
+    assert loads.slept == 0

@@ -490,14 +490,11 @@ def shallow(model_dir, chats, tmp_path_factory):
     "name",
     [
         "depth",
-        pytest.param("temperature"),
-        pytest.param("context"),
+        "temperature",
+        "context",
         "chain-tree",
         "batch",
-        "domain",
         "lossless",
-        "forecast",
-        "break-even",
     ],
 )
 def test_a_shallow_head_gets_no_deeper_shapes(shallow, name):
