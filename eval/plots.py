@@ -13,6 +13,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
 matplotlib.rcParams["svg.hashsalt"] = "headwright"  # the same report gives the same file
+matplotlib.rcParams["text.parse_math"] = False  # names with dollar signs are names
 SIZE = (4.6, 3.1)
 COLOURS = {
     "draft": "#4c78a8",

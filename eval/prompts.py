@@ -8,7 +8,7 @@ from headwright.configs import RunConfig, UserError
 from headwright.configs.console import say
 from headwright.configs.load import nearest
 from headwright.configs.schema import PromptSet, Source
-from headwright.data.chat import Renderer
+from headwright.data.chat import Renderer, clean
 from headwright.data.corpus import label as name_of
 from headwright.data.demo import check_demo, demo_originals
 from headwright.data.scripts import script_of
@@ -170,7 +170,7 @@ def make_prompt(wanted: PromptSet, room: Room, place: str, row: Any) -> Prompt:
     if len(ids) >= room.context:
         raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the target's context of {room.context}")
     name, category = label(wanted), row.get("category") if isinstance(row, dict) else None
-    domain = wanted.domain or (known.domain if known else None) or (str(category) if category else name)
+    domain = wanted.domain or (known.domain if known else None) or (clean(str(category)) if category else name)
     language = wanted.language or (known.language if known else None) or script_of(rounds[-1][-1]["content"])
     return Prompt(ids, name, place, name, domain, language, rounds)
 

@@ -31,6 +31,7 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
         formula=formula(report),
         provenance=facts(directory / "provenance.json"),
         studies=studies(directory),
+        place=directory,
         sure=sure,
     )
     write_text(directory / "report.html", page)
@@ -92,4 +93,5 @@ def figures(directory: Path, report: dict[str, Any], head: Sequence[dict[str, An
 def studies(directory: Path) -> list[dict[str, Any]]:
     """Those that have been made, with their plots."""
     found = [facts(path) for path in sorted((directory / "studies").glob("*.json"))]
-    return [study | {"picture": plots.study(study)} for study in found if study.get("schema") == STUDY]
+    whole = [study for study in found if study.get("schema") == STUDY and {"plot", "rows", "says"} <= study.keys()]
+    return [study | {"picture": plots.study(study)} for study in whole]

@@ -461,9 +461,6 @@ def test_headline_of_a_lossy_rule_says_so(report, tmp_path, plain):
     assert "not lossless" in page_of(report, tmp_path).of("verdict")[0]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=UserError, reason="report.html prints the run's name; --report takes its directory"
-)
 def test_the_command_that_is_shown_works(run, monkeypatch):
     """From where `headwright eval` was called, with runs in runs/."""
     page = Page((run.directory / "report.html").read_text(encoding="utf-8"))
@@ -607,11 +604,6 @@ def test_any_name_can_be_drawn(name):
     ElementTree.fromstring(plots.coverage({name: row, "other": row}))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(ValueError, AssertionError),
-    reason="matplotlib reads $…$ as mathematics: set text.parse_math to False in plots",
-)
 @pytest.mark.parametrize("name", ["$$", r"$\frac$", "a $x_{$ b", "$x^2$"])
 def test_dollars_are_drawn_as_dollars(name):
     """A category of a user's row, or a directory of a head. The last one is drawn, as italics."""
@@ -650,21 +642,11 @@ def test_long_names_leave_a_picture_its_width(report, draw):
     assert float(re.findall(r'viewBox="0 0 ([\d.]+) ', picture)[0]) <= 500
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="prompts.make_prompt takes any category; page and plots fail at the end of it all",
-)
 def test_a_category_that_is_no_text_is_no_row(tiny):
     with pytest.raises(ValueError, match="surrogates not allowed"):
         make_prompt(PromptSet(path="x.jsonl"), make_room(tiny), "x:1", {"prompt": "Hello", "category": "\ud800"})
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(AttributeError, KeyError),
-    reason="records.facts gives any JSON: report.studies",
-)
 @pytest.mark.parametrize("text", ["[]", '{"schema": "headwright.study/1"}'])
 def test_a_study_that_is_none_is_left_out(report, tmp_path, plain, text):
     (tmp_path / "studies").mkdir()
@@ -829,11 +811,6 @@ BROKEN = """() => [...document.querySelectorAll('th')].flatMap(th => {
 })"""
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="overflow-wrap: anywhere lets tables squeeze headings to a letter a line: report.html",
-)
 @pytest.mark.parametrize(("width", "height"), WINDOWS)
 def test_headings_of_tables_break_between_words(view, files, width, height):
     assert view(files["many"], width, height).evaluate(BROKEN) == []
