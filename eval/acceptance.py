@@ -197,12 +197,8 @@ def plain_texts(contest: Contest, prompts: Sequence[Prompt], wanted: EvalConfig)
 
 def by_set(part: Part) -> Iterator[Part]:
     """A part of each prompt set."""
-    count = len(part.plain.ours)
     for name in dict.fromkeys(prompt.set for prompt in part.prompts):
-        places = [place for place, prompt in enumerate(part.prompts) if prompt.set == name]
-        plain = part.plain.part(places, [place for place in places if place < count])
-        prompts, said = [part.prompts[place] for place in places], [part.said[place] for place in places]
-        yield replace(part, prompts=prompts, said=said, plain=plain)
+        yield part.chosen([place for place, prompt in enumerate(part.prompts) if prompt.set == name])
 
 
 @torch.inference_mode()

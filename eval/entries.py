@@ -6,7 +6,7 @@ answered in the same turns.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -79,6 +79,12 @@ class Part:
     prompts: list[Prompt]
     said: list[Spoken]
     plain: Plain
+
+    def chosen(self, places: Sequence[int]) -> "Part":
+        """Some of the prompts."""
+        timed = [place for place in places if place < len(self.plain.ours)]
+        prompts, said = [self.prompts[place] for place in places], [self.said[place] for place in places]
+        return replace(self, prompts=prompts, said=said, plain=self.plain.part(places, timed))
 
     @property
     def wholes(self) -> list[Generation]:

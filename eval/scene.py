@@ -18,13 +18,14 @@ from headwright.data.target import Target
 from headwright.eval.acceptance import stack
 from headwright.eval.entries import Part, Plain
 from headwright.eval.kept import Kept
+from headwright.eval.metrics import tokens_per_second
 from headwright.eval.prompts import Prompt, Room, described_prompts, held_out_prompts
 from headwright.eval.settings import Generation, Settings
 from headwright.eval.shape import first_answer
-from headwright.eval.sides import Contest, Side, Spoken, baselines
+from headwright.eval.sides import Contest, Side, baselines
 from headwright.eval.tune import answered, length_of, prompt_of
 from headwright.heads.base import DraftHead
-from headwright.heads.draft_tree import TreeShape
+from headwright.heads.draft_tree import TreeShape, most_nodes
 from headwright.heads.saved import load_head
 
 Row = dict[str, Any]
@@ -91,8 +92,7 @@ class Scene:
 
     def tree(self, depth: int, width: int, nodes: int) -> TreeShape:
         """A dynamic tree of at most so many nodes: no more than the shape can hold, no fewer than its depth."""
-        most = width + (depth - 1) * width**2
-        return TreeShape.dynamic(depth, width, max(depth, min(nodes, most)))
+        return TreeShape.dynamic(depth, width, max(depth, min(nodes, most_nodes(depth, width))))
 
     def trees(self, depths: Iterable[int], width: int, nodes: int) -> list[TreeShape]:
         """Trees of one width, as deep as the head can."""
@@ -157,14 +157,9 @@ def numbers(part: Part) -> Row:
         "verify_ms": costs.verify * costs.plain_ms,
         "rest_ms": costs.rest * costs.plain_ms,
         "verify_share": costs.verify / costs.cycle,
-        "tokens_per_second": acceptance_speed(part.said),
+        "tokens_per_second": tokens_per_second(part.wholes),
         "same_text": f"{same['identical']}/{same['prompts']}" if same and "identical" in same else None,
     }
-
-
-def acceptance_speed(said: Sequence[Spoken]) -> float:
-    """New tokens per second, prefill included."""
-    return sum(len(spoken.whole.tokens) for spoken in said) / sum(spoken.whole.seconds for spoken in said)
 
 
 @dataclass

@@ -254,15 +254,8 @@ def domain_rows(scene: Scene) -> list[Row]:
     for part in scene.race([scene.side(shape) for shape in shapes], prompts, "domains"):
         for name, held_out in dict.fromkeys(groups):
             places = [place for place, group in enumerate(groups) if group == (name, held_out)]
-            mine = replace(
-                part,
-                prompts=[prompts[place] for place in places],
-                said=[part.said[place] for place in places],
-                plain=part.plain.part(places, places),
-            )
-            rows.append(
-                {"domain": name, "trained_on": "yes" if held_out else "no", "prompts": len(places)} | numbers(mine)
-            )
+            group = {"domain": name, "trained_on": "yes" if held_out else "no", "prompts": len(places)}
+            rows.append(group | numbers(part.chosen(places)))
     return sorted(rows, key=lambda row: (row["shape"], row["trained_on"] == "no"))
 
 

@@ -56,10 +56,9 @@ def main() -> None:
         print(usage())
         return
     if arguments[0] not in STAGES:
-        import difflib
+        from headwright.configs.load import nearest
 
-        near = difflib.get_close_matches(arguments[0], STAGES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"stages: {', '.join(STAGES)}"
+        hint = nearest(arguments[0], STAGES, words="stages")
         print(f"error: no stage {arguments[0]!r}; {hint}", file=sys.stderr)
         sys.exit(2)
     from headwright.configs.command import clean_exit
