@@ -107,6 +107,10 @@ class KVCache:
             among_BNN = torch.ones(new, new, dtype=torch.bool, device=self.device).tril().expand(batch, new, new)
         return mask.scatter_(2, self.next_slots(new)[:, None, :].expand(batch, new, new), among_BNN)
 
+    def seen(self, new: int) -> Tensor | None:
+        """`visible` of a continuation; None where it is a beginning, for which kernels need no mask."""
+        return self.visible(new) if any(self.lengths) else None
+
     def advance(self, counts: int | Sequence[int]) -> None:
         """Declare the first `counts` written tokens of each row part of it."""
         counts = [counts] * len(self.lengths) if isinstance(counts, int) else counts

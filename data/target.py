@@ -13,6 +13,7 @@ import inspect
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,29 @@ class Features:
 
 
 class AttentionPlan:
-    """What one forward of the target may attend to. Carried to every layer through the model's keyword arguments."""
+    """What one forward of the target may attend to. Carried to every layer through the model's keyword arguments.
 
-    def __init__(self, mask_BNS: Tensor, query_positions_BN: Tensor, key_positions_BS: Tensor, causal: bool = False):
-        self.mask_BNS = mask_BNS
-        self.causal = causal  # the mask is the plain causal one, for which there are faster kernels
-        self.distance_BNS = query_positions_BN[:, :, None] - key_positions_BS[:, None, :]
+    Without a mask each token sees those before it and itself, and nothing else is there: for that there are kernels that read
+    half as much, and of a long prompt no mask is made.
+    """
+
+    def __init__(self, mask_BNS: Tensor | None, query_positions_BN: Tensor, key_positions_BS: Tensor):
+        self.causal = mask_BNS is None
+        self.given_BNS, self.queries_BN, self.keys_BS = mask_BNS, query_positions_BN, key_positions_BS
         self.ready: dict[tuple[int | None, int, torch.device], Tensor] = {}
+
+    @cached_property
+    def mask_BNS(self) -> Tensor:
+        """What each token sees."""
+        if self.given_BNS is not None:
+            return self.given_BNS
+        length = self.keys_BS.shape[1]
+        return torch.ones(1, length, length, dtype=torch.bool, device=self.keys_BS.device).tril()
+
+    @cached_property
+    def distance_BNS(self) -> Tensor:
+        """How far back each key lies."""
+        return self.queries_BN[:, :, None] - self.keys_BS[:, None, :]
 
     def mask(self, window: int | None, groups: int, device: torch.device) -> Tensor:
         """Boolean mask [B, 1, groups·N, S], cut to a sliding window where the layer has one."""
@@ -139,8 +156,6 @@ def plan_attention(
         raise RuntimeError("this model's layers do not pass keyword arguments on to their attention")
     batch, query_heads, new, width = query_BQNE.shape
     groups = query_heads // key_BGSE.shape[1]
-    mask = plan.mask(sliding_window, groups, query_BQNE.device)
-    folded = query_BQNE.reshape(batch, -1, groups * new, width)
     sinks_Q = others.get("s_aux")
     plain = softcap is None and sinks_Q is None and (sliding_window is None or new <= sliding_window)
     if plan.causal and plain:
@@ -148,6 +163,8 @@ def plan_attention(
             query_BQNE, key_BGSE, value_BGSE, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2), None
+    mask = plan.mask(sliding_window, groups, query_BQNE.device)
+    folded = query_BQNE.reshape(batch, -1, groups * new, width)
     if softcap is None and sinks_Q is None:
         out = F.scaled_dot_product_attention(folded, key_BGSE, value_BGSE, attn_mask=mask, scale=scaling)
     else:
@@ -366,10 +383,12 @@ class Target:
         """
         if positions_BN is None:
             positions_BN = cache.next_slots(ids_BN.shape[1])
+        new = ids_BN.shape[1]
         if mask_BNS is None:
-            mask_BNS = cache.visible(ids_BN.shape[1], among_BNN)
+            mask_BNS = cache.seen(new) if among_BNN is None else cache.visible(new, among_BNN)
         cache.place(positions_BN)
-        plan = AttentionPlan(mask_BNS, positions_BN, cache.positions[:, : mask_BNS.shape[2]])
+        end = cache.room(new) if mask_BNS is None else mask_BNS.shape[2]
+        plan = AttentionPlan(mask_BNS, positions_BN, cache.positions[:, :end])
         return self.run(ids_BN, positions_BN, plan, CacheAdapter(cache))
 
     @torch.inference_mode()
@@ -377,8 +396,7 @@ class Target:
         """States of right-padded documents; what stands on padding means nothing."""
         length = ids_BT.shape[1]
         positions = torch.arange(length, device=self.device).expand_as(ids_BT)
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-        return self.run(ids_BT, positions, AttentionPlan(causal[None], positions[:1], positions[:1], causal=True), None)
+        return self.run(ids_BT, positions, AttentionPlan(None, positions[:1], positions[:1]), None)
 
     def packed(self, ids_T: Tensor, segment_T: Tensor, position_T: Tensor) -> Tensor:
         """`last` [T, D] of documents that lie behind each other, none of which sees another. Gradients flow, where the model

@@ -118,7 +118,7 @@ class Head(Fan):
             return context.final(last_BMD)
         new, layer = last_BMD.shape[1], self.prefix
         state.make_room(new)
-        positions, mask, normed = state.next_slots(new), state.visible(new), layer.normed(last_BMD)
+        positions, mask, normed = state.next_slots(new), state.seen(new), layer.normed(last_BMD)
         keys, values = layer.self_attn.keys_values(normed, positions)
         keys, values = state.write(0, keys.transpose(1, 2), values.transpose(1, 2))
         out_BMD = layer.finish(last_BMD, attend(layer.self_attn.query(normed, positions), keys, values, mask))

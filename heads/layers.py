@@ -239,10 +239,16 @@ class Block(nn.Module):
         return middle_XH + self.mlp(self.post_attention_layernorm(middle_XH))
 
 
-def attend(query_BNQE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, mask_BNS: Tensor) -> Tensor:
-    """Masked attention [B, N, Q, E]; keys are shared by the query heads of a group and never repeated."""
+def attend(query_BNQE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, mask_BNS: Tensor | None) -> Tensor:
+    """Masked attention [B, N, Q, E], or causal without a mask; keys are shared by the query heads of a group and never
+    repeated.
+    """
     batch, new, heads, width = query_BNQE.shape
     groups = heads // keys_BGSE.shape[1]
+    if mask_BNS is None:
+        query = query_BNQE.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, keys_BGSE, values_BGSE, is_causal=True, enable_gqa=groups > 1)
+        return mixed.transpose(1, 2)
     folded = query_BNQE.transpose(1, 2).reshape(batch, -1, groups * new, width)
     mask = mask_BNS.repeat(1, groups, 1)[:, None]
     mixed = F.scaled_dot_product_attention(folded, keys_BGSE, values_BGSE, attn_mask=mask)

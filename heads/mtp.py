@@ -240,12 +240,12 @@ class Head(Recurrent):
 
     # Drafting
 
-    def run(self, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def run(self, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """The one module on new rows [B, M, D] with a cache; the caller advances it."""
         return self.run_module(0, cache, embedding, feature, positions, mask)
 
     def run_module(
-        self, place: int, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor
+        self, place: int, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Module `place` on new rows, with its layer of the cache."""
 

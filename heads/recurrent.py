@@ -98,7 +98,8 @@ class Recurrent(Stepwise):
         new = feature_BMH.shape[1]
         state.make_room(new)
         embedding_BMH = self.embed(context.target, context.tokens_BM)
-        hidden_BMH = self.run(state, embedding_BMH, feature_BMH, state.next_slots(new), state.visible(new))
+        mask = state.seen(new) if self.window is None else state.visible(new)
+        hidden_BMH = self.run(state, embedding_BMH, feature_BMH, state.next_slots(new), mask)
         state.advance(context.counts)
         return context.final(hidden_BMH)[:, None]
 
@@ -111,10 +112,11 @@ class Recurrent(Stepwise):
         drafting.frontier.forget()
         return tree
 
-    def run(self, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def run(self, cache: KVCache, embedding: Tensor, feature: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """The layers on new rows [B, M, H] with a cache; the caller advances it."""
         embedding = embedding.to(feature.dtype)  # a half-precision target's table under a head in fp32
-        mask = self.near(mask, positions)
+        if mask is not None and self.window is not None:
+            mask = self.near(mask, positions, self.window)
         if self.entry:
             feature = self.entry.join(self.entry.token(embedding), feature, positions)
         for depth, layer in enumerate(self.stack):
@@ -125,12 +127,11 @@ class Recurrent(Stepwise):
             feature = layer.finish(feature, attended)
         return feature
 
-    def near(self, mask_BNS: Tensor, positions_BN: Tensor) -> Tensor:
+    @staticmethod
+    def near(mask_BNS: Tensor, positions_BN: Tensor, window: int) -> Tensor:
         """The slots that are seen, cut to the window. A draft's own slots lie within it: it is deeper than any draft."""
-        if self.window is None:
-            return mask_BNS
         slots_S = torch.arange(mask_BNS.shape[-1], device=mask_BNS.device)
-        return mask_BNS & (slots_S > positions_BN[..., None] - self.window)
+        return mask_BNS & (slots_S > positions_BN[..., None] - window)
 
 
 class Drafting:

@@ -238,6 +238,17 @@ def test_attend_equals_dense_attention_with_repeated_keys(heads, groups, dtype, 
                 assert torch.allclose(out[b, n, h], scores.softmax(0) @ values, atol=tolerance)
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 3), (5, 1)])
+@pytest.mark.parametrize("values", [8, 5])
+@pytest.mark.parametrize("new", [1, 7])
+def test_attend_without_a_mask_is_causal(heads, groups, values, new):
+    """Values may be narrower than keys."""
+    q, k = random(2, new, heads, 8, seed=1, dtype=torch.float64), random(2, groups, new, 8, seed=2, dtype=torch.float64)
+    v = random(2, groups, new, values, seed=3, dtype=torch.float64)
+    causal = torch.ones(2, new, new, dtype=torch.bool).tril()
+    torch.testing.assert_close(attend(q, k, v, None), attend(q, k, v, causal), rtol=0, atol=1e-12)
+
+
 def test_masked_slots_are_not_read():
     q, k, v = random(1, 2, 4, 8), random(1, 2, 6, 8, seed=1), random(1, 2, 6, 8, seed=2)
     mask = torch.ones(1, 2, 6, dtype=torch.bool)

@@ -238,6 +238,27 @@ def test_token_by_token_is_one_prefill(family):
     close(torch.cat(steps, 1), target.features(ids).last_BND)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 5, 31])
+def test_a_beginning_is_what_its_mask_says(family, length):
+    target, ids = TARGETS[family], random_ids(2, length, seed=8)
+    among = torch.ones(2, length, length, dtype=torch.bool).tril()
+    caches = [target.new_cache(2, 40) for _ in range(2)]
+    plain, masked = target.extend(ids, caches[0]), target.extend(ids, caches[1], among_BNN=among)
+    close(plain.taps_BNKD, masked.taps_BNKD)
+    close(plain.last_BND, masked.last_BND)
+    for keys, others in zip(caches[0].keys, caches[1].keys):
+        close(keys, others)
+
+
+def test_no_mask_is_made_for_a_long_prompt(monkeypatch):
+    """It would be larger than all the states."""
+    monkeypatch.setattr(AttentionPlan, "mask_BNS", property(lambda plan: pytest.fail("a mask was made")))
+    target, ids = TARGETS["llama"], random_ids(1, 64)
+    cache = target.new_cache(1, 80)
+    close(target.extend(ids, cache).last_BND, target.features(ids).last_BND)
+
+
 @pytest.mark.parametrize("family", WINDOWED)
 def test_window_matters(family):
     """A token beyond every layer's window of one layer changes nothing there, so the tests above test the window."""
