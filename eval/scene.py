@@ -164,8 +164,9 @@ def numbers(part: Part) -> Row:
 
 @dataclass
 class Costs:
-    """What a cycle of a side took, prefill left out, in plain steps of the same prompt: medians over the prompts, so that a
-    moment in which the machine did something else does not count. plain_ms: one plain step.
+    """What a cycle of a side took, prefill left out, in plain steps of the same prompt: interquartile means over the prompts. A
+    median would do against a moment in which the machine did something else, but a virtual machine also has fast and slow
+    minutes, and the median of a few prompts falls on one side or the other. plain_ms: one plain step.
     """
 
     draft: float
@@ -186,11 +187,17 @@ class Costs:
         if not steps:
             return cls(*[float("nan")] * 4)
 
-        def median(phases: Sequence[str]) -> float:
-            return statistics.median(seconds_per_cycle(said, phases) / step for step, said in steps)
+        def share(phases: Sequence[str]) -> float:
+            return middle([seconds_per_cycle(said, phases) / step for step, said in steps])
 
-        plain_ms = 1000 * statistics.median(step for step, _ in steps)
-        return cls(median(["draft"]), median(["verify"]), median(["select", "commit", "other"]), plain_ms)
+        plain_ms = 1000 * middle([step for step, _ in steps])
+        return cls(share(["draft"]), share(["verify"]), share(["select", "commit", "other"]), plain_ms)
+
+
+def middle(values: Sequence[float]) -> float:
+    """The interquartile mean: of what is left without the lowest and the highest quarter."""
+    left_out = len(values) // 4
+    return statistics.fmean(sorted(values)[left_out : len(values) - left_out])
 
 
 CYCLE = ("draft", "verify", "select", "commit", "other")

@@ -32,7 +32,7 @@ from headwright.eval.decode import decode_plain, speculate
 from headwright.eval.forecast import Calibration
 from headwright.eval.metrics import acceptance_length
 from headwright.eval.prompts import HELD_OUT, Prompt
-from headwright.eval.scene import Costs, Scene, seconds_per_cycle
+from headwright.eval.scene import Costs, Scene, middle, seconds_per_cycle
 from headwright.eval.settings import Generation
 from headwright.eval.sides import WARM, Spoken
 from headwright.eval.studies import STUDIES
@@ -534,13 +534,19 @@ def race(ours: list[Spoken], said: list[Spoken]) -> SimpleNamespace:
 DRAFTED = {"draft": 0.02, "verify": 0.05, "select": 0.01, "commit": 0.004, "other": 0.001}
 
 
-def test_costs_are_medians_over_prompts():
+def test_costs_are_interquartile_means_over_prompts():
     plain = [spoken(10, 1.0, verify=0.03, other=0.01), spoken(4, 2.0, verify=0.03, other=0.01)]
     said = [spoken(3, 1.0, **DRAFTED), spoken(5, 2.0, **DRAFTED)]
     found = Costs.of(race(plain, said))
     assert (found.draft, found.verify, found.rest) == pytest.approx((0.5, 1.25, 0.375))
     assert found.cycle == pytest.approx(2.125)
     assert found.plain_ms == pytest.approx(60)  # between 40 and 80
+
+
+def test_a_quarter_at_each_end_is_left_out():
+    assert middle([1.0, 2.0, 6.0]) == 3.0
+    assert middle([100.0, 2.0, 4.0, -50.0]) == 3.0
+    assert middle([2.0, 3.0, 4.0, 5.0, 9.0, 0.0, 6.0, 1000.0]) == 4.5
 
 
 def test_a_stalled_prompt_changes_no_cost():
