@@ -96,9 +96,11 @@ def parse(text: str, model: str | None = None) -> Reading:
     sums: dict[str, float] = {}
     gauges: dict[str, list[float]] = {}
     places: dict[int, float] = {}
+    models: set[str] = set()
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                models |= {sample.labels[key] for key in sample.labels if key == "model_name"}
                 if model is not None and sample.labels.get("model_name", model) != model:
                     continue
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
@@ -108,12 +110,12 @@ def parse(text: str, model: str | None = None) -> Reading:
                     places[place] = places.get(place, 0.0) + sample.value
     except (ValueError, KeyError) as error:
         raise UserError(f"this is no page of Prometheus metrics: {reason(error)}") from None
-    return reading_of(sums, gauges, places, model)
+    if model is not None and models and model not in models:
+        raise UserError(f"--model {model}: the server has {', '.join(sorted(models))}")
+    return reading_of(sums, gauges, places)
 
 
-def reading_of(
-    sums: dict[str, float], gauges: dict[str, list[float]], places: dict[int, float], model: str | None
-) -> Reading:
+def reading_of(sums: dict[str, float], gauges: dict[str, list[float]], places: dict[int, float]) -> Reading:
     """By the engine whose metrics are there."""
     if DRAFTS in sums:
         accepted = [places[place] for place in sorted(places)]
@@ -127,12 +129,9 @@ def reading_of(
             raise UserError("sglang shows no metrics of speculative decoding: was it started with a draft head?")
         return Reading(SGLANG, sums.get(CALLS), tokens=sums.get(TOKENS, 0.0), length=mean, rate=rate)
     known = next((name for name in (VLLM, SGLANG) if any(key.startswith(f"{name}:") for key in sums)), None)
-    of_model = f" for model {model}" if model else ""
     if known:
-        raise UserError(
-            f"{known} shows no metrics of speculative decoding{of_model}: was it started with a draft head?"
-        )
-    raise UserError(f"neither vLLM's nor SGLang's metrics are on this page{of_model}")
+        raise UserError(f"{known} shows no metrics of speculative decoding: was it started with a draft head?")
+    raise UserError("neither vLLM's nor SGLang's metrics are on this page")
 
 
 def between(before: Reading | None, now: Reading) -> Window:

@@ -3,13 +3,13 @@
 A head module defines `Config` (a dataclass with its own keys) and `Head` (a `base.DraftHead`).
 """
 
-import difflib
 import importlib
 import re
 from pathlib import Path
 from types import ModuleType
 
 from headwright.configs.errors import UserError
+from headwright.configs.load import nearest
 
 
 def kinds() -> list[str]:
@@ -22,8 +22,5 @@ def get_head(kind: str) -> ModuleType:
     """The module of a kind, with its `Config` and `Head`. Raises UserError with the nearest kind."""
     known = kinds()
     if kind not in known:
-        near = difflib.get_close_matches(str(kind), known, n=1)
-        raise UserError(
-            f"head.kind {kind!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
-        )
+        raise UserError(f"head.kind {kind!r}: {nearest(str(kind), known)}")
     return importlib.import_module(f"headwright.heads.{kind}")

@@ -121,7 +121,7 @@ def test_one_model_of_several():
     assert parse(page, "tiny") == parse(PAGES["vllm-1"])
     assert parse(page, "other") == parse(PAGES["vllm-2"])
     assert parse(page).drafts == 112
-    with pytest.raises(UserError, match="for model third"):
+    with pytest.raises(UserError, match="--model third: the server has "):
         parse(page, "third")
 
 
@@ -325,7 +325,7 @@ def test_one_model_on_the_command_line(server, capsys):
     assert watched(server, capsys, *words, "--model", "tiny", pages=(page,))[1][0]["drafts"] == 28
     assert watched(server, capsys, *words, "--model", "other", pages=(page,))[1][0]["drafts"] == 84
     assert watched(server, capsys, *words, pages=(page,))[1][0]["drafts"] == 112
-    assert "for model third" in refusal(server, capsys, "--model", "third", page=page)
+    assert "--model third: the server has " in refusal(server, capsys, "--model", "third", page=page)
 
 
 def test_what_was_measured_is_expected(server, capsys, tmp_path):
