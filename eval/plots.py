@@ -1,6 +1,8 @@
 """Plots of reports and studies, as inline SVG. Each is small enough for a phone; the page lays them side by side."""
 
+import html
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from matplotlib import pyplot as plt
 
 matplotlib.rcParams["svg.hashsalt"] = "headwright"  # the same report gives the same file
 matplotlib.rcParams["text.parse_math"] = False  # names with dollar signs are names
+matplotlib.rcParams["svg.fonttype"] = (
+    "none"  # text stays text: it can be searched, and a browser has every alphabet's letters
+)
+matplotlib.rcParams["legend.fontsize"] = 9
+LONGEST = 26  # letters of a name; more would take the plot's place
 SIZE = (4.6, 3.1)
 COLOURS = {
     "draft": "#4c78a8",
@@ -29,16 +36,32 @@ Entry = dict[str, Any]
 def label(entry: Entry) -> str:
     """An entry's name in plots."""
     warm = f" T={entry['temperature']:g}" if entry["temperature"] else ""
-    return f"{entry['drafter']} {entry['shape']['name']}{warm}"
+    return short(f"{entry['drafter']} {entry['shape']['name']}{warm}")
+
+
+def short(name: str) -> str:
+    """A long name without its middle: paths and shapes differ at their ends."""
+    if len(name) <= LONGEST:
+        return name
+    end = 2 * LONGEST // 3
+    return f"{name[: LONGEST - end - 1]}…{name[-end:]}"
 
 
 def svg(figure: Any) -> str:
     """A figure as inline SVG."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    title = figure.get_suptitle() or figure.axes[0].get_title()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # matplotlib's own font lacks it; a browser draws the text
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return f'<svg role="img" aria-label="{html.escape(title)}"{text[text.index("<svg") + 4 :]}'
+
+
+def whole_numbers(axis: Any) -> None:
+    """There is no depth 2.5."""
+    axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
 
 
 def standalone(picture: str) -> str:
@@ -54,8 +77,9 @@ def rates(entries: Sequence[Entry]) -> str:
         colour = f"C{number % 10}"
         axis.plot(depth, entry["conditional_per_position"], marker="o", color=colour, label=label(entry))
         axis.plot(depth, entry["accepted_per_position"], marker=".", ls=":", color=colour)
-    axis.set(title="accepted, if all before were; dotted: joint", xlabel="draft position", ylim=(0, 1))
-    axis.legend(fontsize=7)
+    axis.set(title="accepted, if all before were; dotted: joint", xlabel="draft position", ylim=(0, 1.03))
+    whole_numbers(axis)
+    axis.legend()
     return svg(figure)
 
 
@@ -68,7 +92,8 @@ def histogram(entry: Entry) -> str:
     """Cycles by accepted tokens."""
     figure, axis = plt.subplots(figsize=SIZE)
     axis.bar(range(len(entry["histogram"])), entry["histogram"], color=COLOURS["draft"])
-    axis.set(title=f"{label(entry)}: accepted drafts per cycle", xlabel="accepted", ylabel="cycles")
+    axis.set(title=label(entry), xlabel="drafts accepted in a cycle", ylabel="cycles")
+    whole_numbers(axis)
     return svg(figure)
 
 
@@ -83,24 +108,26 @@ def phases(entries: Sequence[Entry]) -> str:
         start = [a + b for a, b in zip(start, widths)]
     axis.barh(["one plain step"], [shown[0]["speedup_model"]["plain_step_ms"]], color=PLAIN)
     axis.invert_yaxis()
-    axis.set(xlabel="milliseconds per cycle")
-    axis.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axis.set(xlabel="milliseconds")
+    figure.suptitle("a cycle by phase, and a plain step", y=1.02)
+    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return svg(figure)
 
 
-def groups(pooled: dict[str, Any]) -> str:
-    """τ and speed-up of the first side by domain and language, with intervals."""
+def groups(pooled: dict[str, Any], name: str) -> str:
+    """τ and speed-up of a side, whose name is told, by domain and language, with intervals."""
     rows = [(name, found) for kind in ("by_domain", "by_language") for name, found in pooled[kind].items()]
     figure, (left, right) = plt.subplots(1, 2, figsize=(SIZE[0], 0.9 + 0.34 * len(rows)), sharey=True)
     for place, (_, found) in enumerate(rows):
         whisker(left, place, found["acceptance_length"], found["acceptance_length_ci95"], COLOURS["draft"])
         if found["speedup"] is not None:
             whisker(right, place, found["speedup"], found["speedup_ci95"], COLOURS["verify"])
-    left.set_yticks(range(len(rows)), [f"{name} ({found['prompts']})" for name, found in rows])
+    left.set_yticks(range(len(rows)), [f"{short(group)} ({found['prompts']})" for group, found in rows])
     left.invert_yaxis()
-    left.set(title="τ")
+    left.set(xlabel="τ")
     right.axvline(1, color="#999", lw=1, ls="--")
-    right.set(title="speed-up")
+    right.set(xlabel="speed-up")
+    figure.suptitle(name)
     return svg(figure)
 
 
@@ -117,7 +144,7 @@ def predicted(entries: Sequence[Entry]) -> str:
         axis.plot(entry["speedup_model"]["predicted_here"], entry["speedup"], marker="o", ls="", label=label(entry))
     diagonal(axis)
     axis.set(xlabel="τ · plain step / cycle", ylabel="measured, prefill included", title="model and clock")
-    axis.legend(fontsize=7)
+    axis.legend()
     return svg(figure)
 
 
@@ -133,9 +160,11 @@ def coverage(found: dict[str, Any]) -> str:
     if not found:
         return ""
     figure, axis = plt.subplots(figsize=(SIZE[0], 0.8 + 0.4 * len(found)))
-    axis.barh(list(found), [100 * row["coverage"] for row in found.values()], color=COLOURS["draft"])
+    axis.barh(
+        [short(name) for name in found], [100 * row["coverage"] for row in found.values()], color=COLOURS["draft"]
+    )
     axis.invert_yaxis()
-    axis.set(xlim=(0, 100), xlabel="% of the tokens of plain answers in the draft vocabulary")
+    axis.set(xlim=(0, 100), title="what the draft vocabulary can say", xlabel="% of the tokens of plain answers")
     return svg(figure)
 
 
@@ -150,7 +179,7 @@ def training(path: Path) -> str:
         steps = [r["step"] for r in losses]
         left.plot(steps, [r.get(name) for r in losses], lw=1, label=name.replace("_", " of step "))
     left.set(title="loss on training text")
-    left.legend(fontsize=7)
+    left.legend()
     right.plot([r["step"] for r in taus], [r["tau"] for r in taus], marker="o")
     right.set(title="τ on held-out text", xlabel="optimizer step")
     return svg(figure)
@@ -177,10 +206,12 @@ def lines(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> No
             words = " ".join(str(word) for word in (name, column if len(plot["y"]) > 1 else None) if word is not None)
             if points:
                 axis.plot(*zip(*points), marker="o", ls=style, color=f"C{number % 10}", label=words or column)
+    if all(isinstance(row[plot["x"]], int) for row in rows):
+        whole_numbers(axis)
     if plot.get("break_even"):
         axis.axhline(1, color="#999", lw=1, ls="--")
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7)
+        axis.legend()
 
 
 def against(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
@@ -189,7 +220,7 @@ def against(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> 
     for row in (row for row in rows if row[plot["x"]] is not None and row[column] is not None):
         axis.plot(row[plot["x"]], row[column], marker="o", ls="", label=str(row.get(plot["by"], "")))
     diagonal(axis)
-    axis.legend(fontsize=6)
+    axis.legend(fontsize=7)
 
 
 def grid(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:

@@ -37,11 +37,13 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
     write_text(directory / "report.html", page)
 
 
-def sure(interval: Sequence[float] | None) -> str:
-    """What an interval of a speed-up says."""
-    if interval is None:
+def sure(found: dict[str, Any]) -> str:
+    """What the interval of a speed-up says: of an entry, or of a group of its prompts."""
+    if found["speedup_ci95"] is None:
         return "not timed"
-    low, high = interval
+    if found["timed_prompts"] < 2:
+        return "one prompt says little"
+    low, high = found["speedup_ci95"]
     return "faster" if low > 1 else "slower" if high < 1 else "no clear difference"
 
 
@@ -58,9 +60,9 @@ def advice(head: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "temperature": best[0]["temperature"],
         "entry": best[0],
         "entries": best,
-        "verdict": sure(best[0]["speedup_ci95"]),
+        "verdict": sure(best[0]),
         "traffic": [
-            (entry["prompt_set"], name, group, sure(group["speedup_ci95"]))
+            (entry["prompt_set"], name, group, sure(group))
             for entry in best
             for name, group in entry["by_domain"].items()
         ],
@@ -73,13 +75,14 @@ def formula(report: dict[str, Any]) -> dict[str, Any] | None:
         known = measured(report)
     except UserError:
         return None
-    return answer(known.alpha, known.costs, known.depth, 10) | {"name": known.name}
+    return answer(known.alpha, known.costs, known.depth, 10) | {"name": known.name, "measured": known.speedup}
 
 
 def figures(directory: Path, report: dict[str, Any], head: Sequence[dict[str, Any]]) -> dict[str, str]:
     """All plots as SVG, by name; those without data are left out."""
+    best = advice(head)["entry"]
     made = {
-        "groups": plots.groups(report["pooled"][0]),
+        "groups": plots.groups(whole(report, best), plots.label(best)),
         "rates": plots.rates(report["entries"]),
         "histogram": plots.histogram(report["entries"][0]),
         "phases": plots.phases(report["entries"]),
@@ -90,8 +93,15 @@ def figures(directory: Path, report: dict[str, Any], head: Sequence[dict[str, An
     return {name: picture for name, picture in made.items() if picture}
 
 
+def whole(report: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry's side over all sets."""
+    keys = (entry["drafter"], entry["shape"]["name"], entry["temperature"])
+    sides = report["pooled"]
+    return next((side for side in sides if (side["drafter"], side["shape"], side["temperature"]) == keys), sides[0])
+
+
 def studies(directory: Path) -> list[dict[str, Any]]:
     """Those that have been made, with their plots."""
     found = [facts(path) for path in sorted((directory / "studies").glob("*.json"))]
-    whole = [study for study in found if study.get("schema") == STUDY and {"plot", "rows", "says"} <= study.keys()]
-    return [study | {"picture": plots.study(study)} for study in whole]
+    complete = [study for study in found if study.get("schema") == STUDY and {"plot", "rows", "says"} <= study.keys()]
+    return [study | {"picture": plots.study(study)} for study in complete]
