@@ -109,7 +109,7 @@ def phases(entries: Sequence[Entry]) -> str:
     axis.barh(["one plain step"], [shown[0]["speedup_model"]["plain_step_ms"]], color=PLAIN)
     axis.invert_yaxis()
     axis.set(xlabel="milliseconds")
-    figure.suptitle("a cycle by phase, and a plain step", y=1.02)
+    axis.set_title("a cycle by phase, and a plain step", pad=40)  # above the legend
     axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return svg(figure)
 
@@ -187,7 +187,8 @@ def training(path: Path) -> str:
 
 def study(found: dict[str, Any]) -> str:
     """The plot that a study describes: lines over a column, a diagonal of two columns, or a map."""
-    plot, rows = found["plot"], found["rows"]
+    names = {column: heading.strip() for column, heading in found.get("columns", {}).items()}
+    plot, rows = found["plot"] | {"names": names}, found["rows"]
     figure, axis = plt.subplots(figsize=SIZE)
     {"lines": lines, "diagonal": against, "map": grid}[plot["kind"]](axis, plot, rows)
     axis.set(
@@ -203,9 +204,10 @@ def lines(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> No
         mine = [row for row in rows if name is None or row.get(plot["by"]) == name]
         for style, column in zip(("-", ":", "--"), plot["y"]):
             points = [(row[plot["x"]], row[column]) for row in mine if row.get(column) is not None]
-            words = " ".join(str(word) for word in (name, column if len(plot["y"]) > 1 else None) if word is not None)
+            heading = plot.get("names", {}).get(column, column)
+            words = " ".join(str(word) for word in (name, heading if len(plot["y"]) > 1 else None) if word is not None)
             if points:
-                axis.plot(*zip(*points), marker="o", ls=style, color=f"C{number % 10}", label=words or column)
+                axis.plot(*zip(*points), marker="o", ls=style, color=f"C{number % 10}", label=words or heading)
     if all(isinstance(row[plot["x"]], int) for row in rows):
         whole_numbers(axis)
     if plot.get("break_even"):
@@ -234,4 +236,4 @@ def grid(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Non
     )
     axis.set_xticks(range(len(across)), [f"{x:g}" for x in across])
     axis.set_yticks(range(len(down)), [f"{y:g}" for y in down])
-    plt.colorbar(shown, ax=axis, label=plot["y"][0])
+    plt.colorbar(shown, ax=axis, label=plot.get("names", {}).get(column, column))

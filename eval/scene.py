@@ -141,7 +141,7 @@ def numbers(part: Part) -> Row:
     return {
         "drafter": part.side.name,
         "shape": shape.name,
-        "kind": shape.kind,
+        "kind": "chain" if shape.kind == "chain" else "tree",
         "depth": shape.depth,
         "top_k": shape.top_k,
         "nodes": shape.nodes,

@@ -118,7 +118,7 @@ STUDIES = {
         "the run's own domains against other sets and languages, shallow and deep",
         sweeps.domain_rows,
         {"domain": "domain", "trained_on": "trained on", "prompts": "prompts"} | RACE,
-        lines("depth", "speedup", by="domain", title="speed-up by domain", xlabel="depth", break_even=True),
+        lines("depth", "speedup", by="line", title="speed-up by domain", xlabel="depth", break_even=True),
         sweeps.domain_says,
     ),
     "lossless": Study(

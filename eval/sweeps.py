@@ -255,7 +255,8 @@ def domain_rows(scene: Scene) -> list[Row]:
         for name, held_out in dict.fromkeys(groups):
             places = [place for place, group in enumerate(groups) if group == (name, held_out)]
             group = {"domain": name, "trained_on": "yes" if held_out else "no", "prompts": len(places)}
-            rows.append(group | numbers(part.chosen(places)))
+            row = group | numbers(part.chosen(places))
+            rows.append(row | {"line": f"{name}, {row['kind']}"})
     return sorted(rows, key=lambda row: (row["shape"], row["trained_on"] == "no"))
 
 
