@@ -21,6 +21,7 @@ matplotlib.rcParams["svg.fonttype"] = (
 )
 matplotlib.rcParams["legend.fontsize"] = 9
 LONGEST = 26  # letters of a name; more would take the plot's place
+MANY = 5  # lines of a plot
 SIZE = (4.6, 3.1)
 COLOURS = {
     "draft": "#4c78a8",
@@ -212,7 +213,10 @@ def lines(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> No
         whole_numbers(axis)
     if plot.get("break_even"):
         axis.axhline(1, color="#999", lw=1, ls="--")
-    if axis.get_legend_handles_labels()[0]:
+    several = len(axis.get_legend_handles_labels()[0])
+    if several > MANY:  # more than fit beside the lines
+        axis.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    elif several:
         axis.legend()
 
 
