@@ -16,10 +16,7 @@ from matplotlib import pyplot as plt
 
 matplotlib.rcParams["svg.hashsalt"] = "headwright"  # the same report gives the same file
 matplotlib.rcParams["text.parse_math"] = False  # names with dollar signs are names
-matplotlib.rcParams["svg.fonttype"] = (
-    "none"  # text stays text: it can be searched, and a browser has every alphabet's letters
-)
-matplotlib.rcParams["legend.fontsize"] = 9
+LEGEND = 9  # points
 LONGEST = 26  # letters of a name; more would take the plot's place
 MANY = 5  # lines of a plot
 SIZE = (4.6, 3.1)
@@ -52,7 +49,8 @@ def svg(figure: Any) -> str:
     """A figure as inline SVG."""
     buffer = io.StringIO()
     title = figure.get_suptitle() or figure.axes[0].get_title()
-    with warnings.catch_warnings():
+    # text stays text: it can be searched, and a browser has every alphabet's letters
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.fonttype": "none"}):
         warnings.filterwarnings("ignore", "Glyph")  # matplotlib's own font lacks it; a browser draws the text
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
@@ -80,7 +78,7 @@ def rates(entries: Sequence[Entry]) -> str:
         axis.plot(depth, entry["accepted_per_position"], marker=".", ls=":", color=colour)
     axis.set(title="accepted, if all before were; dotted: joint", xlabel="draft position", ylim=(0, 1.03))
     whole_numbers(axis)
-    axis.legend()
+    axis.legend(fontsize=LEGEND)
     return svg(figure)
 
 
@@ -111,7 +109,7 @@ def phases(entries: Sequence[Entry]) -> str:
     axis.invert_yaxis()
     axis.set(xlabel="milliseconds")
     axis.set_title("a cycle by phase, and a plain step", pad=40)  # above the legend
-    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axis.legend(fontsize=LEGEND, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return svg(figure)
 
 
@@ -145,7 +143,7 @@ def predicted(entries: Sequence[Entry]) -> str:
         axis.plot(entry["speedup_model"]["predicted_here"], entry["speedup"], marker="o", ls="", label=label(entry))
     diagonal(axis)
     axis.set(xlabel="τ · plain step / cycle", ylabel="measured, prefill included", title="model and clock")
-    axis.legend()
+    axis.legend(fontsize=LEGEND)
     return svg(figure)
 
 
@@ -180,7 +178,7 @@ def training(path: Path) -> str:
         steps = [r["step"] for r in losses]
         left.plot(steps, [r.get(name) for r in losses], lw=1, label=name.replace("_", " of step "))
     left.set(title="loss on training text")
-    left.legend()
+    left.legend(fontsize=LEGEND)
     right.plot([r["step"] for r in taus], [r["tau"] for r in taus], marker="o")
     right.set(title="τ on held-out text", xlabel="optimizer step")
     return svg(figure)
@@ -215,9 +213,9 @@ def lines(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> No
         axis.axhline(1, color="#999", lw=1, ls="--")
     several = len(axis.get_legend_handles_labels()[0])
     if several > MANY:  # more than fit beside the lines
-        axis.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        axis.legend(fontsize=LEGEND, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     elif several:
-        axis.legend()
+        axis.legend(fontsize=LEGEND)
 
 
 def against(axis: Any, plot: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:

@@ -79,7 +79,7 @@ def test_unknown_key_unlike_any_lists_the_known(minimal):
 def test_unknown_head_kind_names_the_nearest(minimal):
     with pytest.raises(UserError, match=r"did you mean eagle3\?"):
         load_run(minimal, ["head.kind=eagel3"])
-    with pytest.raises(UserError, match=r"there are .*eagle3"):
+    with pytest.raises(UserError, match=r"there are: .*eagle3"):
         load_run(minimal, ["head.kind=zzzzz"])
 
 

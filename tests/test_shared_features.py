@@ -362,7 +362,7 @@ def refused(capsys, make_run, tmp_path, head: str, *more: str) -> str:
     [
         ("{kind: eagel3}", "head.kind 'eagel3': did you mean eagle3?"),
         ("{kind: meduza}", "did you mean medusa?"),
-        ("{kind: zzz}", "there are draft_model, eagle1, eagle3, hydra, medusa, mtp"),
+        ("{kind: zzz}", "there are: draft_model, eagle1, eagle3, hydra, medusa, mtp"),
         ("{kind: eagle3, windw: 9}", "unknown key windw; did you mean window?"),
         ("{kind: medusa, adapter: {rnak: 2}}", "unknown key adapter.rnak; did you mean adapter.rank?"),
         ("{kind: medusa, adapter: {rank: 0}}", "adapter.rank = 0"),
