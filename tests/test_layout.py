@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("configs", "data", "heads", "eval", "train")
+TAKEN = set(sys.stdlib_module_names) | set(packages_distributions())
 FILES = sorted(path for folder in ORDER for path in (ROOT / folder).glob("*.py"))
 
 
@@ -41,8 +42,7 @@ def test_package_list_is_what_is_on_disk():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_hides_a_library(path):
     """Launching a file puts its folder first on sys.path: a file named like a module would be imported in its place."""
-    taken = set(sys.stdlib_module_names) | set(packages_distributions())
-    assert path.stem == "__init__" or path.stem not in taken
+    assert path.stem == "__init__" or path.stem not in TAKEN
 
 
 def test_only_four_files_know_model_classes():

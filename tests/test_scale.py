@@ -481,8 +481,8 @@ def test_the_trajectory_ends_its_epochs_unevenly(fresh, one):
     assert len({record["tau"] for record in curve(one) if "tau" in record}) == TRAIN["evals"], "τ moves"
 
 
-LAUNCHED = ("ddp", "fsdp2", "zero3")  # by default; the others by -m slow. All of them train among the jobs
-SLOW = ("zero1", "zero2", "zero2-offload", "zero3-offload")
+LAUNCHED = ("ddp", "zero3")  # by default; the others by -m slow. All of them train among the jobs
+SLOW = ("fsdp2", "zero1", "zero2", "zero2-offload", "zero3-offload")
 
 
 @pytest.mark.parametrize("name", [*LAUNCHED, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
