@@ -136,7 +136,7 @@ def test_compiled_functions_are_the_plain_ones(compiling):
 # The step of the benchmarks
 
 
-@pytest.mark.parametrize("share", ["1.0", "0.3"])
+@pytest.mark.parametrize("share", [pytest.param("1.0", marks=pytest.mark.slow), "0.3"])
 def test_the_timed_step_is_the_plain_one(share):
     line = [sys.executable, str(SIDE), "--check", "--sequence", "48", "--share", share]
     found = json.loads(subprocess.check_output(line, text=True))

@@ -481,8 +481,8 @@ def test_the_trajectory_ends_its_epochs_unevenly(fresh, one):
     assert len({record["tau"] for record in curve(one) if "tau" in record}) == TRAIN["evals"], "τ moves"
 
 
-LAUNCHED = ("ddp", "zero3")  # by default; the others by -m slow. All of them train among the jobs
-SLOW = ("fsdp2", "zero1", "zero2", "zero2-offload", "zero3-offload")
+LAUNCHED = ("ddp",)  # by default; the others by -m slow. All of them train among the jobs
+SLOW = ("fsdp2", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
 
 
 @pytest.mark.parametrize("name", [*LAUNCHED, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -765,6 +765,7 @@ def test_killed_processes_continue_to_the_same_bits(fresh, straight, killed, nam
     assert curve(run) == curve(straight(name)[0])
 
 
+@pytest.mark.slow
 def test_two_processes_become_one_and_two_again(fresh, straight, killed):
     """With as many batches in a step as before, the same batches."""
     run = fresh(killed("ddp"), saves=STEPS, accumulate=2)
