@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 Fraction = Annotated[float, Ge(0), Le(1)]
 StrategyName = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -59,6 +59,9 @@ class Source:
     ] = None
     samples: Annotated[int, "answers per prompt when answers.by is target", Ge(1)] = 1
     words: Annotated[int, "plain text: words of the prompt that the target continues", Ge(1)] = 48
+    general: Annotated[
+        bool, "adaptation: traffic that must not be forgotten, replayed and measured beside the domain's"
+    ] = False
 
 
 @dataclass
@@ -147,6 +150,9 @@ class VocabConfig:
 
     size: Annotated[int | None, "most frequent response tokens to keep; null: the full vocabulary", Gt(0)] = 32000
     coverage: Annotated[Fraction, "warn when less of the held-out response tokens is inside"] = 0.9
+    least: Annotated[
+        Fraction, "refuse to train when less of a script's held-out response tokens is inside; 0: train in any case"
+    ] = 0.3
     pin_bytes: Annotated[bool, "always keep the pieces that spell single bytes, so that any text can be said"] = True
     quotas: Annotated[
         dict[str, Fraction], "share of the places for a script (Cyrillic, Latin, Han, …) or a source's name"
@@ -175,6 +181,17 @@ class DecodeConfig:
     prompts: Annotated[int, "prompts, in turn from the sources; shared by the processes", Ge(1)] = 4
     max_new_tokens: Annotated[int, "tokens per answer", Ge(2)] = 32
     seconds: Annotated[float, "no further prompt is begun after so long", Gt(0)] = 60.0
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank updates of the head's own matrices, in place of training all of it."""
+
+    rank: Annotated[int, "rank of an update", Ge(1)] = 16
+    alpha: Annotated[float | None, "its scale is alpha / rank; default: twice the rank", Gt(0)] = None
+    modules: Annotated[list[str], "names or patterns of the matrices that are adapted", MinLen(1)] = field(
+        default_factory=lambda: ["*"]
+    )
 
 
 @dataclass
@@ -208,6 +225,7 @@ class TrainConfig:
         str | None,
         "directory of a trained head to start from: whatever fits is taken over, lm_head rows token by token",
     ] = None
+    lora: Annotated[LoraConfig | None, "train low-rank updates alone; they are merged when the head is saved"] = None
     workers: Annotated[int, "threads that read features ahead of the training step", Ge(1)] = 2
 
     # How the work is spread. Launchers decide; what stands here must agree with them.
@@ -423,6 +441,26 @@ class PlanConfig:
 
 
 @dataclass
+class AdaptConfig:
+    """`headwright adapt`: a trained head, taken to another domain or language."""
+
+    head: Annotated[
+        str | None, "directory of the head to start from: ours, a checkpoint, an export, or one of another project"
+    ] = None
+    vocab: Annotated[
+        Literal["keep", "extend", "rebuild"],
+        "the draft vocabulary. keep: the head's; extend: with the most frequent tokens of the new text, up to vocab.size; "
+        "rebuild: vocab.size tokens chosen anew. Rows of tokens that were known are carried over in any case",
+    ] = "extend"
+    replay: Annotated[
+        float, "share of the training rows that come from general sources (corpus.sources[i].general)", Ge(0), Lt(1)
+    ] = 0.25
+    budget: Annotated[
+        Fraction, "how much of its accepted drafts per cycle (τ - 1) on general text a head may lose and still be kept"
+    ] = 0.05
+
+
+@dataclass
 class RunConfig:
     """A run: harvest, train, eval, export, all from one file."""
 
@@ -443,6 +481,7 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
     @property
     def directory(self) -> Path:

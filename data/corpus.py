@@ -261,6 +261,11 @@ def label(source: Source) -> str:
     return source.name or source.demo or source.hub or path.name.split(".")[0] or "files"
 
 
+def general_sources(corpus: CorpusConfig) -> set[str]:
+    """The names of those that are general text, which a domain's head must not forget."""
+    return {label(source) for source in corpus.sources if source.general}
+
+
 def read_source(source: Source, system: str | None, skipped: Skipped, seed: int = 0) -> Iterator[Document]:
     """The usable documents of one source; malformed rows are reported with their place and counted."""
     for place, row in pieces(source_rows(source, seed)):

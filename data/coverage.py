@@ -1,10 +1,10 @@
 """What a draft vocabulary can say, by source and by script. Runnable: `headwright vocab --config …`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwright.configs import RunConfig
+from headwright.configs import RunConfig, UserError
 from headwright.configs.command import run_stage
 from headwright.configs.console import say, table
 from headwright.data.batch import Answer
@@ -17,6 +17,7 @@ from headwright.data.target import load_tokenizer
 from headwright.data.vocab import (
     DraftVocab,
     Group,
+    byte_pieces,
     choose_vocab,
     count_tokens,
     coverage,
@@ -92,6 +93,36 @@ def cover(vocab: DraftVocab, pieces: Iterable[tuple[Group, Answer]], depth: int)
         if group.bound:
             group.bound.add(inside.tolist())
     return dict(sorted(found.items(), key=lambda item: (item[0][0] != "source", -item[1].tokens)))
+
+
+SMALL = 0.02  # share of the text under which a script is not judged: a name, a formula
+
+
+def lint(run: RunConfig, vocab: DraftVocab, held_out: Answers, tokenizer: Any) -> Iterator[str]:
+    """What a head with this vocabulary could never say of the held-out answers, in words. Raises UserError where that is so
+    much of a script that training is idle.
+    """
+    depth = next((shape.depth for shape in run.eval.shapes if shape.kind == "chain"), 5)
+    groups = cover(vocab, grouped(held_out.answers(), tokenizer), depth)
+    scripts = {name: group for (kind, name), group in groups.items() if kind == "script"}
+    whole = sum(group.tokens for group in scripts.values())
+    for name, group in scripts.items():
+        share = group.inside / group.tokens
+        if group.tokens < SMALL * whole or share >= run.vocab.coverage:
+            continue
+        what = f"the draft vocabulary of {len(vocab)} tokens can say {share:.1%} of the {name} held-out response tokens"
+        if share < run.vocab.least:
+            raise UserError(
+                f"{what}; what lies outside can never be accepted. Raise vocab.size, give {name} a share by vocab.quotas, put "
+                f"more such text into the corpus, or set vocab.least=0 to train in any case"
+            )
+        yield f"warning: {what}: raise vocab.size, or give it a share by vocab.quotas"
+    for (kind, name), group in groups.items():
+        if kind == "source" and group.bound and group.inside / group.tokens < run.vocab.coverage:
+            yield f"{name}: no head with this vocabulary exceeds τ {group.bound.tau:.2f} as a chain of {depth}"
+    missing = len(set(byte_pieces(tokenizer, vocab.target_size)) - set(vocab.ids_W.tolist()))
+    if missing and len(scripts) > 1:
+        yield f"{missing} pieces that spell single bytes are outside (vocab.pin_bytes): rare letters cannot be drafted"
 
 
 def show(run: RunConfig, dry_run: bool = False) -> None:

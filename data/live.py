@@ -38,6 +38,10 @@ class Texts:
         """Loss-bearing rows of each document."""
         return [self.jobs.rows[number] for number in self.order]
 
+    def sources(self) -> list[str]:
+        """The source of each document."""
+        return [self.job(document).document.source for document in range(len(self))]
+
     def place(self, document: int) -> str:
         """Where a document came from."""
         return origin(self.job(document).note())

@@ -26,13 +26,21 @@ class Piece(NamedTuple):
 
 
 def plan_epoch(
-    lengths: Sequence[int], rows: Sequence[int], budget: int, seed: int, epoch: int, long: Long = "split"
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    budget: int,
+    seed: int,
+    epoch: int,
+    long: Long = "split",
+    documents: Sequence[int] | None = None,
 ) -> list[list[Piece]]:
     """The batches of an epoch over documents of `lengths` tokens and at most `rows` loss-bearing rows. Documents without any
-    are left out.
+    are left out. documents: those of the epoch; default: all.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = [document for document in torch.randperm(len(lengths), generator=generator).tolist() if rows[document]]
+    asked = range(len(lengths)) if documents is None else documents
+    shuffled = (asked[place] for place in torch.randperm(len(asked), generator=generator).tolist())
+    order = [document for document in shuffled if rows[document]]
     batches: list[list[Piece]] = []
     for window in windows([d for d in order if lengths[d] <= budget], lengths, budget * WINDOW):
         batches += [[Piece(document) for document in batch] for batch in first_fit(window, lengths, budget)]

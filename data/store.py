@@ -361,6 +361,10 @@ class FeatureReader:
         """Loss-bearing rows of each document."""
         return (self.places[:, 4] - self.places[:, 2]).tolist()
 
+    def sources(self) -> list[str]:
+        """The source of each document."""
+        return [note["source"] for note in self.notes]
+
     def place(self, document: int) -> str:
         """Where a document came from."""
         index = int(self.places[document, 0])

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 from headwright.configs import UserError
 from headwright.data.batch import Answer, DocumentFeatures, FeatureBatch, pack
 from headwright.data.packing import Long, Piece, plan_epoch
+from headwright.data.replay import Choice
 from headwright.data.store import FeatureReader, Manifest
 
 T = TypeVar("T")
@@ -47,6 +48,10 @@ class Documents(Answers, Protocol):
         """Loss-bearing rows of each document, at most, without making it."""
         ...
 
+    def sources(self) -> list[str]:
+        """The source of each document."""
+        ...
+
     def place(self, document: int) -> str:
         """Where a document came from: a file and line, where these are known."""
         ...
@@ -63,7 +68,7 @@ class FeatureStream:
     One optimizer step takes `world · accumulate` consecutive batches of the epoch's order; rank r takes its share.
     Which documents make a step depends neither on `world` nor on `accumulate` alone, only on their product. `vet` says what
     is wrong with a document; with `skip` such a document bears no loss and is noted, else it ends the run. `lookahead`: tokens
-    after a row that its loss reads.
+    after a row that its loss reads. choose: the documents of an epoch, where it is not all of them (replay.py).
     """
 
     reader: Documents
@@ -77,6 +82,7 @@ class FeatureStream:
     lookahead: int = 16
     vet: Callable[[DocumentFeatures], str | None] = lambda document: None
     skip: bool = False
+    choose: Choice | None = None
 
     def __post_init__(self) -> None:
         self.lengths, self.rows = self.reader.lengths(), self.reader.loss_rows()
@@ -91,7 +97,8 @@ class FeatureStream:
 
     def epoch_batches(self, epoch: int) -> list[list[Piece]]:
         """Documents of each batch of an epoch."""
-        return plan_epoch(self.lengths, self.rows, self.tokens_per_batch, self.seed, epoch, self.long)
+        documents = self.choose(epoch) if self.choose else None
+        return plan_epoch(self.lengths, self.rows, self.tokens_per_batch, self.seed, epoch, self.long, documents)
 
     def steps_per_epoch(self) -> int:
         """Optimizer steps of epoch 0; the packing of others may differ by a few, and schedules use this one."""
@@ -169,12 +176,14 @@ def ahead(calls: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
                 future.cancel()
 
 
-def whole_batches(reader: FeatureReader, tokens_per_batch: int) -> Iterator[list[int]]:
-    """Documents in stored order, grouped by token budget: for measuring, where nothing is shuffled."""
+def whole_batches(
+    reader: FeatureReader, tokens_per_batch: int, documents: Iterable[int] | None = None
+) -> Iterator[list[int]]:
+    """Documents (default: all) in stored order, grouped by token budget: for measuring, where nothing is shuffled."""
     group: list[int] = []
     filled = 0
     lengths = reader.lengths()
-    for document in range(len(reader)):
+    for document in range(len(reader)) if documents is None else documents:
         if group and filled + lengths[document] > tokens_per_batch:
             yield group
             group, filled = [], 0
