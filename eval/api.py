@@ -25,7 +25,9 @@ from headwright.eval.fallback import Fallback
 from headwright.eval.text import Holder, Part, Printer, Stops
 from headwright.heads.base import Drafter, DraftHead
 from headwright.heads.draft_tree import TreeShape
-from headwright.heads.saved import load_head, taps_of
+from headwright.heads.foreign import is_foreign
+from headwright.heads.lora import Adapters, fingerprint
+from headwright.heads.saved import load_head, read_head, taps_of
 
 USUAL_LAYERS = 32  # of a target that is not loaded yet
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -82,6 +84,7 @@ class Speculator:
             others), a drafter, or None for plain decoding.
         shape: chain-K, tree-DEPTHxTOP_K-NODES, eagle-1, a JSON file of rank paths, or a `TreeShape`.
         device: default: the GPU, if there is one.
+        adapters: directories of low-rank adapters of the head (`runs/<name>/adapter`), by names of your own; `use` switches.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Speculator:
         head: str | Path | Drafter | None = None,
         shape: str | TreeShape = "chain-5",
         device: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ):
         folder = Path(head) if isinstance(head, str | Path) else None
         if folder is not None and not (folder / "head.json").is_file() and (folder / "head" / "head.json").is_file():
@@ -100,8 +104,20 @@ class Speculator:
             self.drafter = load_head(folder, self.target).eval()
         else:
             self.drafter = head  # type: ignore[assignment]
+        self.adapters: Adapters | None = None
+        if adapters:
+            if folder is None or is_foreign(folder) or not isinstance(self.drafter, DraftHead):
+                raise UserError("adapters belong to a trained head: give its directory as head")
+            base = fingerprint(read_head(folder).tensors)
+            self.adapters = Adapters(self.drafter, base, {name: Path(place) for name, place in adapters.items()})
         chosen = TreeShape.parse(shape) if isinstance(shape, str) else shape
         self.shape = PLAIN if self.drafter is None else chosen
+
+    def use(self, adapter: str = "") -> None:
+        """Draft with one of the adapters from now on; "": with the head as it is."""
+        if self.adapters is None:
+            raise UserError("this Speculator has no adapters: Speculator(…, adapters={name: directory})")
+        self.adapters.use(adapter)
 
     def __call__(self, prompt: Prompt, **sampling: Any) -> Answer:
         """Continue one prompt. Options: see `settings`."""

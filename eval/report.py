@@ -32,6 +32,7 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
         provenance=facts(directory / "provenance.json"),
         studies=studies(directory),
         place=directory,
+        adaptation=facts(directory / "adaptation.json"),
         sure=sure,
     )
     write_text(directory / "report.html", page)

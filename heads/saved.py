@@ -116,10 +116,11 @@ def read_foreign(folder: Path, spec: TargetSpec) -> Saved:
 
 
 @torch.no_grad()
-def warm_start(head: DraftHead, folder: Path) -> str:
+def warm_start(head: DraftHead, folder: Path, whole: bool = False) -> str:
     """Take over what fits of another head's weights: equal names and shapes, and rows of the draft vocabulary token by token.
 
-    Returns what was taken. Raises UserError where nothing fits, or the other head's target has other tokens or another width.
+    Returns what was taken. Raises UserError where nothing fits (with `whole`: where something does not), or the other head's
+    target has other tokens or another width.
     """
     saved = read_head(folder) if not is_foreign(folder) else read_foreign(folder, head.spec)
     if (saved.spec.hidden_size, saved.spec.vocab_size) != (head.spec.hidden_size, head.spec.vocab_size):
@@ -141,6 +142,16 @@ def warm_start(head: DraftHead, folder: Path) -> str:
             taken.append(name)
         else:
             left.append(name)
+    if whole and saved.taps != head.taps:
+        raise UserError(
+            f"{folder}: its head reads taps {list(saved.taps)}, this run's {list(head.taps)}: set head.taps, or give the run "
+            "the head section of that head"
+        )
+    if whole and left:
+        raise UserError(
+            f"{folder}: its {saved.config.kind} head is not the {head.config.kind} head of this run: {', '.join(left[:SHOWN])} "
+            "would be new. Give the run the head section of that head, or start from it by train.warm_start"
+        )
     if not taken:
         raise UserError(
             f"train.warm_start {folder}: no tensor of that {saved.config.kind} head fits this {head.config.kind} head"
@@ -186,6 +197,11 @@ def taps_of(folder: Path, layers: int) -> tuple[int, ...]:
     if is_foreign(folder):
         return taps_in(folder, layers)
     return read_head(folder).taps
+
+
+def vocab_of(folder: Path, spec: TargetSpec) -> DraftVocab:
+    """What a head in a directory can say, of a target. Raises UserError."""
+    return (read_foreign(folder, spec) if is_foreign(folder) else read_head(folder)).vocab
 
 
 def target_of(folder: Path) -> str:

@@ -191,7 +191,7 @@ def tiny_run(model_dir: Path, chats: Path, runs: Path, **sections) -> RunConfig:
         "corpus": {"sources": [{"path": str(chats), "samples": 2}], "held_out": 0.25, "max_length": 256},
         "answers": {"max_new_tokens": 12, "rows": 8},
         "harvest": {"taps": list(TAPS), "tokens_per_batch": 512, "dtype": "float32"},
-        "vocab": {"size": 24, "pin_bytes": False},
+        "vocab": {"size": 24, "pin_bytes": False, "least": 0.0},
         "head": {"kind": "eagle3", "steps": 2},
         "train": {"epochs": 2, "tokens_per_batch": 256, "lr": 1e-3, "log_every": 1, "evals": 2, "saves": 4},
         "eval": {

@@ -164,7 +164,7 @@ def harvested(model_dir, chats, tmp_path_factory) -> Path:
         folder / "runs",
         corpus={"sources": [{"path": str(chats), "limit": 16}], "held_out": 0.25, "max_length": 256},
         answers={"by": "corpus"},
-        vocab={"size": 16, "pin_bytes": False},
+        vocab={"size": 16, "pin_bytes": False, "least": 0.0},
         train={"epochs": 1, "tokens_per_batch": 256, "lr": 1e-2, "log_every": 1, "evals": 1, "saves": 1},
     )
     harvest(run)

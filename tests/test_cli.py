@@ -168,7 +168,7 @@ def refusal(capsys, stage: str, *arguments: str) -> str:
 
 
 # Whose command lines are their own
-OTHERS = ("compare", "study", "speedup", "watch", "chat", "import", "doctor", "prove", "plot", "push")
+OTHERS = ("adapt", "compare", "study", "speedup", "watch", "chat", "import", "doctor", "prove", "plot", "push")
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in OTHERS])

@@ -190,7 +190,7 @@ def short_run(model_dir, chats, runs, name: str, warm: str | None = None, **head
         runs,
         corpus={"sources": [{"path": str(chats), "limit": 16}], "held_out": 0.25, "max_length": 256},
         answers={"by": "corpus"},
-        vocab={"size": 16, "pin_bytes": False},
+        vocab={"size": 16, "pin_bytes": False, "least": 0.0},
         head={"kind": "eagle3", "steps": 2, **head},
         train={
             "epochs": 2,

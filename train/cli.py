@@ -11,6 +11,7 @@ STAGES = {
     "verify": ("headwright.data.damage", "compare stored features with their checksums"),
     "vocab": ("headwright.data.coverage", "what the draft vocabulary covers, by source and script"),
     "train": ("headwright.train.run", "train a draft head on them"),
+    "adapt": ("headwright.train.adapt", "take a trained head to a domain or language, with a before and an after"),
     "eval": (
         "headwright.eval.acceptance",
         "measure τ, speed and losslessness; write report.json and report.html",

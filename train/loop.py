@@ -1,5 +1,6 @@
 """The training loop, from top to bottom."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Parts:
     tracker: Tracker
     callbacks: Callbacks
     by_chance: float = 0.0  # how often a first guess is right that needs no training
+    floor: float | None = None  # of an adaptation: the τ on general text under which no head is kept
 
 
 @dataclass
@@ -89,6 +91,8 @@ def fit(parts: Parts) -> str:
     before, started, ending = state.seconds, time.perf_counter(), ""
     watch, bar = Watch(launch, config.hang_minutes), progress_bar(quiet=not launch.main)
     with Stop() as stop, bar, watch:
+        if parts.floor is not None and state.step == 0:
+            measure(parts)  # the head that is adapted may be the best
         task = bar.add_task("train", total=state.total, completed=state.step, note="")
         steps = parts.stream.steps(state.step, state.total)
         watch.at("reading features")
@@ -198,7 +202,7 @@ def decodes_due(config: TrainConfig, state: Progress) -> bool:
     every, wanted = interval(config, state), config.decode.evals
     count = max(0, state.total - every // 2 - 1) // every + 1  # of all measurements: see `due`
     place = count if state.step == state.total else state.step // every
-    return wanted > 0 and place * wanted // count > (place - 1) * wanted // count
+    return state.step > 0 and wanted > 0 and place * wanted // count > (place - 1) * wanted // count
 
 
 def measure(parts: Parts) -> None:
@@ -207,13 +211,18 @@ def measure(parts: Parts) -> None:
     measured = parts.callbacks.measure(decodes_due(parts.config, state))
     parts.tracker.log({"step": state.step, "measure_seconds": time.perf_counter() - started} | measured)
     state.since_best += 1
-    if measured["tau"] > state.best_tau:
+    kept = measured.get("tau_general", math.inf) >= (parts.floor or 0.0)
+    if kept and measured["tau"] > state.best_tau:
         state.best_tau, state.best_step, state.since_best = measured["tau"], state.step, 0
         parts.callbacks.keep_best(state)
+    if "tau_general" in measured:
+        beside = f", {measured['tau_general']:.3f} on general text" + ("" if kept else f" (under {parts.floor:.3f})")
+    else:
+        beside = ""
     decoded = f", {measured['tau_decoded']:.3f} decoded" if "tau_decoded" in measured else ""
     if parts.strategy.launch.main:
         best = f"best {state.best_tau:.3f}"
-        say(f"step {state.step} of {state.total}: τ {measured['tau']:.3f} on held-out text{decoded} ({best})")
+        say(f"step {state.step} of {state.total}: τ {measured['tau']:.3f} on held-out text{beside}{decoded} ({best})")
 
 
 def patience_ending(config: TrainConfig, state: Progress) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from headwright.configs import RunConfig
 from headwright.configs.schema import DecodeConfig
 from headwright.data.batch import pack
+from headwright.data.corpus import general_sources
 from headwright.data.store import FeatureReader
 from headwright.data.stream import whole_batches
 from headwright.data.target import Target
@@ -40,11 +41,15 @@ class Measure:
     depth: int
     tokens_per_batch: int
     decode: DecodeConfig
+    general: frozenset[str] = frozenset()  # sources that are measured apart
 
     @classmethod
     def of(cls, run: RunConfig, strategy: Strategy, target: Target, held_out: FeatureReader) -> "Measure":
         """As the run asks for."""
-        return cls(strategy, target, held_out, measured_depth(run), run.train.tokens_per_batch, run.train.decode)
+        general = frozenset(general_sources(run.corpus))
+        return cls(
+            strategy, target, held_out, measured_depth(run), run.train.tokens_per_batch, run.train.decode, general
+        )
 
     def __call__(self, decoded: bool) -> dict[str, float]:
         """τ (bonus token included), the share of cycles that accept at least k drafts, the proxy; and τ of real decoding."""
@@ -53,9 +58,18 @@ class Measure:
             return found | (self.decoding(head) if decoded else {})
 
     def rollout(self, head: DraftHead) -> dict[str, float]:
-        """From stored features."""
+        """From stored features: of the domain, and τ of general text."""
+        apart = [source in self.general for source in self.held_out.sources()]
+        found = self.over(head, [document for document, other in enumerate(apart) if not other])
+        if any(apart):
+            found["tau_general"] = self.over(head, [document for document, other in enumerate(apart) if other])["tau"]
+        return found
+
+    def over(self, head: DraftHead, documents: Sequence[int]) -> dict[str, float]:
+        """From the stored features of some documents."""
         launch = self.strategy.launch
-        batches = islice(whole_batches(self.held_out, self.tokens_per_batch), launch.rank, None, launch.world)
+        batches = whole_batches(self.held_out, self.tokens_per_batch, documents)
+        batches = islice(batches, launch.rank, None, launch.world)
         counts = torch.zeros(2 + 3 * self.depth, dtype=torch.float64)
         for group in batches:
             counts += count_batch(head, self.target, self.held_out, group, self.depth)

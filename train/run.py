@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from headwright.configs.command import run_stage
 from headwright.configs.console import duration, peak_memory, say, show_command, table
 from headwright.configs.load import parse
 from headwright.data import packing
-from headwright.data.corpus import read_corpus
+from headwright.data.corpus import general_sources, read_corpus
+from headwright.data.coverage import lint
 from headwright.data.harvest import (
     check_features,
     check_offline,
@@ -27,15 +28,17 @@ from headwright.data.harvest import (
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.packing import Long, plan_epoch
 from headwright.data.placing import check_sharing
+from headwright.data.replay import Choice, replaying
 from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
 from headwright.data.vet import make_vet
-from headwright.data.vocab import choose_vocab, count_tokens, coverage
+from headwright.data.vocab import DraftVocab, adapted_vocab, choose_vocab, count_tokens, coverage
 from headwright.eval.metrics import rank_correlation, read_metrics
 from headwright.heads.base import DraftHead, Engine, make_head
 from headwright.heads.fused import switch
-from headwright.heads.saved import save_head, warm_start
+from headwright.heads.lora import adapt, fingerprint, merged, save_adapter
+from headwright.heads.saved import load_head, save_head, vocab_of, warm_start
 from headwright.train.checkpoint import BEST, Checkpoint, Progress, Saver, differences, read_checkpoint, show
 from headwright.train.health import chance
 from headwright.train.launch import Launch, close_launch, open_launch
@@ -48,6 +51,7 @@ from headwright.train.strategy import Strategy
 from headwright.train.track import Tracker
 
 SHOWN = 5  # documents that were left out
+ADAPTER = "adapter"  # low-rank updates of the best head, in the run's directory
 SECTIONS = ("vocab", "head", "train")
 ABOUT = "Train a draft head on harvested features; keep the one with the best τ on held-out text."
 
@@ -92,6 +96,8 @@ class Prepared:
     covered: float
     by_chance: float
     warmed: str | None
+    lint: list[str] = field(default_factory=list)
+    base: str = ""  # fingerprint of the head that an adapter, which is kept beside the merged head, belongs to
 
 
 def train(run: RunConfig, dry_run: bool = False) -> None:
@@ -100,6 +106,10 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
     if dry_run:
         check_offline(run)
         return
+    if run.train.lora and not (run.adapt.head or run.train.warm_start):
+        raise UserError(
+            "train.lora: low-rank updates are of a head that is there: name it as adapt.head or train.warm_start"
+        )
     launch = open_launch(run.train)
     refuse_optimizer(run.train, launch.strategy, launch.device)
     torch.manual_seed(run.seed)
@@ -121,15 +131,18 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
         show_start(run, lesson, stream, state, strategy)
         show_changes(changed)
     saver = Saver(folder, run.train.keep, facts)
+    measure = Measure.of(run, strategy, lesson.target, lesson.held_out)
+    floor = floor_of(run, lesson, measure)
     callbacks = Callbacks(
-        Measure.of(run, strategy, lesson.target, lesson.held_out),
-        keeper(run, strategy),
+        measure,
+        keeper(run, strategy, lesson.base),
         lambda state: saver.save(strategy, state),
     )
     tracker = Tracker(run, launch.main, state.step, facts | {"coverage": lesson.covered})
     lesson.head.train()
     try:
-        ending = fit(Parts(strategy, stream, lesson.target, run.train, state, tracker, callbacks, lesson.by_chance))
+        parts = Parts(strategy, stream, lesson.target, run.train, state, tracker, callbacks, lesson.by_chance, floor)
+        ending = fit(parts)
         saver.wait()
         if ending != "stopped":
             tracker.artifact(f"{run.name}-head", "model", head_path(run))
@@ -153,9 +166,10 @@ def prepare(run: RunConfig, launch: Launch) -> Prepared:
     features = open_features(run, target)
     for side in (features, held_out):
         refuse_other_store(side, target)
-    vocab = choose_vocab(run, features, held_out.manifest.target, target.tokenizer)
+    vocab = draft_vocab(run, features, target)
     tokens = torch.cat(list(held_out.response_tokens()))
     covered = coverage(vocab, count_tokens([tokens], target.spec.vocab_size))
+    warnings = list(lint(run, vocab, held_out, target.tokenizer))
     head = make_head(run.head, target.spec, target.taps, vocab).to(launch.device)
     head.attach(target)
     if head.changes_target() and run.harvest.features != "stored":
@@ -165,9 +179,35 @@ def prepare(run: RunConfig, launch: Launch) -> Prepared:
         )
     head.initialise(target)
     warmed = warm_start(head, Path(run.train.warm_start)) if run.train.warm_start else None
+    if run.adapt.head:
+        warmed = warm_start(head, Path(run.adapt.head), whole=True)
+    base = fingerprint(head.state_dict()) if run.train.lora and run.adapt.vocab == "keep" else ""
+    if run.train.lora:
+        adapt(head, run.train.lora)
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
     switch(run.train.compile, launch.device)
-    return Prepared(target, features, held_out, head, covered, chance(tokens, vocab.ids_W), warmed)
+    by_chance = chance(tokens, vocab.ids_W)
+    return Prepared(target, features, held_out, head, covered, by_chance, warmed, warnings, base)
+
+
+def draft_vocab(run: RunConfig, features: Documents, target: Target) -> DraftVocab:
+    """What the head may guess: chosen of the training text, or made of that of the head which is adapted."""
+    spec, tokenizer = asdict(target.spec), target.tokenizer
+    if not run.adapt.head:
+        return choose_vocab(run, features, spec, tokenizer)
+    start = vocab_of(Path(run.adapt.head), target.spec)
+    return adapted_vocab(run, features, spec, tokenizer, start)
+
+
+def floor_of(run: RunConfig, lesson: Prepared, measure: Measure) -> float | None:
+    """The τ on general text that a head must keep: of the accepted drafts of the head that is adapted, all but the budget."""
+    if not run.adapt.head:
+        return None
+    if not set(lesson.held_out.sources()) & set(measure.general):
+        return 0.0
+    before = load_head(Path(run.adapt.head), lesson.target, torch.float32).eval()
+    tau = measure.rollout(before)["tau_general"]
+    return 1 + (1 - run.adapt.budget) * (tau - 1)
 
 
 def take_up(head: DraftHead, run: RunConfig, launch: Launch, found: Checkpoint | None) -> Strategy:
@@ -180,13 +220,15 @@ def take_up(head: DraftHead, run: RunConfig, launch: Launch, found: Checkpoint |
     return strategy
 
 
-def keeper(run: RunConfig, strategy: Strategy) -> Callable[[Progress], None]:
+def keeper(run: RunConfig, strategy: Strategy, base: str = "") -> Callable[[Progress], None]:
     """Saves the head as the best so far. All ranks call it."""
 
     def keep_best(state: Progress) -> None:
         weights = strategy.shown_weights()
         if strategy.launch.main:
-            save_head(strategy.head, head_path(run), weights)
+            save_head(strategy.head, head_path(run), merged(strategy.head, weights))
+            if base and run.train.lora:
+                save_adapter(strategy.head, run.directory / ADAPTER, weights, run.train.lora, base)
             write_json(head_path(run) / "provenance.json", provenance_of_best(run, state))
 
     return keep_best
@@ -249,7 +291,24 @@ def make_stream(run: RunConfig, features: Documents, head: DraftHead, launch: La
         head.lookahead,
         make_vet(head.spec.vocab_size, len(head.taps), features.manifest.dtype),
         run.train.bad_documents == "skip",
+        replay_of(run, features),
     )
+
+
+def replay_of(run: RunConfig, features: Documents) -> Choice | None:
+    """Which documents an epoch of an adaptation reads. Raises UserError where the domain or the general text is missing."""
+    if not run.adapt.head:
+        return None
+    names = general_sources(run.corpus)
+    general = [source in names for source in features.sources()]
+    if all(general):
+        raise UserError(f"{features.root}: no document of the domain: corpus.sources without general: true")
+    if run.adapt.replay and not any(general):
+        raise UserError(
+            f"adapt.replay {run.adapt.replay:g}: {features.root} has no general text: mark a source of the corpus with "
+            "general: true, or set adapt.replay to 0"
+        )
+    return replaying(general, features.loss_rows(), run.adapt.replay, run.seed)
 
 
 def refuse_long(run: RunConfig, features: Documents) -> None:
@@ -269,6 +328,8 @@ def run_identity(run: RunConfig, features: Documents, launch: Launch, total: int
     return {
         "features": features.manifest.identity,
         "vocab": asdict(run.vocab) | {"coverage": None},
+        "adapt": asdict(run.adapt),
+        "general": sorted(general_sources(run.corpus)),
         "head": asdict(run.head),
         "train": loop | {"betas": list(loop["betas"])},
         "precision": launch.precision,
@@ -295,8 +356,8 @@ def show_start(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: P
     if empty:
         say(f"{empty} documents have no two response tokens in a row: there is nothing to learn from them")
     say(f"draft vocabulary: {len(head.vocab)} tokens hold {lesson.covered:.1%} of the held-out response tokens")
-    if lesson.covered < run.vocab.coverage:
-        say(f"warning: under {run.vocab.coverage:.0%}; what lies outside can never be accepted: raise vocab.size")
+    for words in lesson.lint:
+        say(words)
     if lesson.warmed and state.step == 0:
         say(lesson.warmed)
 

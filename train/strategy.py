@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from headwright.configs.schema import TrainConfig
 from headwright.data.batch import FeatureBatch
@@ -38,7 +39,7 @@ class Lesson(nn.Module):
         """The loss as a sum over rows, and the metrics. `anchor`: a zero with a gradient, whose node is the oldest of the
         graph and so the last of the backward pass (zero.py).
         """
-        with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
+        with parametrize.cached(), torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
             out = self.head(batch, target)
         return out.total if anchor is None else out.total + 0 * anchor, out.metrics
 
@@ -134,7 +135,7 @@ class Strategy:
     def shown(self) -> Iterator[DraftHead]:
         """The head as it would be kept: unsharded, averaged, in evaluation mode."""
         self.head.eval()
-        with self.averaged(), self.whole() as head:
+        with self.averaged(), self.whole() as head, parametrize.cached():
             yield head
         self.head.train()
 

@@ -1,0 +1,279 @@
+"""A trained head, taken to another domain: what is kept, what is refused before anything is spent, what is told at the end."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokenizer, tiny_run
+
+from headwright.configs import UserError
+from headwright.configs.schema import LoraConfig, Source
+from headwright.data.batch import Answer
+from headwright.data.coverage import lint
+from headwright.data.harvest import harvest
+from headwright.data.vocab import DraftVocab
+from headwright.eval.records import read_report
+from headwright.heads.saved import read_head
+from headwright.train import adapt as adaptation
+from headwright.train.adapt import adapt, check_adaptation, main
+from headwright.train.run import train
+
+RUSSIAN = ("Почему небо голубое?", "Сколько будет два и два?", "Расскажи о море.", "Как испечь хлеб?")
+
+
+@pytest.fixture(scope="module")
+def base(model_dir, chats, tmp_path_factory):
+    """A finished training on general text."""
+    run = tiny_run(model_dir, chats, tmp_path_factory.mktemp("base"))
+    harvest(run)
+    train(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def russian(tmp_path_factory) -> Path:
+    """Chats of another script, with answers of their own."""
+    path = tmp_path_factory.mktemp("corpus") / "russian.jsonl"
+    rows = []
+    for number in range(24):
+        asked = f"{RUSSIAN[number % len(RUSSIAN)]} {number}"
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": asked[::-1]}]})
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def adapted_run(base, model_dir, chats, russian, runs: Path, train_keys=None, **sections):
+    """A run that takes the base's head to Russian."""
+    whole = {
+        "name": "adapted",
+        "corpus": {
+            "sources": [{"path": str(russian)}, {"path": str(chats), "general": True}],
+            "held_out": 0.25,
+            "max_length": 256,
+        },
+        "answers": {"by": "corpus"},
+        "vocab": {"size": 60, "pin_bytes": False, "least": 0.0},
+        "adapt": {"head": str(base.directory / "head"), "budget": 1.0},
+    }
+    run = tiny_run(model_dir, chats, runs, **(whole | sections))
+    run.train = replace(run.train, **(train_keys or {}))
+    return run
+
+
+@pytest.fixture(scope="module")
+def adapted(base, model_dir, chats, russian, tmp_path_factory):
+    """The whole way."""
+    run = adapted_run(base, model_dir, chats, russian, tmp_path_factory.mktemp("adapted"))
+    adapt(run)
+    return run
+
+
+def test_both_heads_are_measured_in_the_same_turns(adapted, base):
+    """Each group has both heads' τ over the same prompts; the report shows them."""
+    found = json.loads((adapted.directory / "adaptation.json").read_text(encoding="utf-8"))
+    groups = {(row["by"], row["group"], row["shape"]) for row in found["groups"]}
+    assert {
+        ("domain", "russian", "chain-3"),
+        ("domain", "chats", "chain-3"),
+        ("language", "Latin", "chain-3"),
+    } <= groups
+    report = read_report(adapted.directory)
+    drafters = {entry["drafter"] for entry in report["entries"]}
+    assert f"eagle3 {base.directory / 'head'}" in drafters
+    whole = next(e for e in report["entries"] if e["drafter"] == "eagle3" and e["shape"]["name"] == "chain-3")
+    mine = [row for row in whole["per_prompt"] if row["domain"] == "russian"]
+    shown = next(r for r in found["groups"] if (r["group"], r["shape"]) == ("russian", "chain-3"))
+    assert shown["prompts"] == len(mine) > 0
+    assert shown["tau"] == sum(row["emitted"] for row in mine) / sum(row["cycles"] for row in mine)
+    page = (adapted.directory / "report.html").read_text(encoding="utf-8")
+    assert "Before and after" in page
+    assert found["cost"]["training_seconds"] > 0
+
+
+def test_the_vocabulary_is_extended_and_known_rows_are_carried_over(adapted, base):
+    before, after = (read_head(run.directory / "head").vocab.ids_W.tolist() for run in (base, adapted))
+    assert set(before) < set(after)
+    assert len(after) == 60
+    told = json.loads((adapted.directory / "adaptation.json").read_text(encoding="utf-8"))["coverage"]
+    assert told["russian"]["after"] > told["russian"]["before"]
+
+
+def test_an_adaptation_that_is_done_is_not_done_again(adapted):
+    head = (adapted.directory / "head" / "model.safetensors").stat().st_mtime_ns
+    adapt(adapted)
+    assert (adapted.directory / "head" / "model.safetensors").stat().st_mtime_ns == head
+
+
+def metrics_of(run):
+    """The measurements of a training."""
+    lines = (run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "tau" in record]
+
+
+def test_the_head_that_is_adapted_is_measured_first(adapted):
+    """At step 0; τ of the domain and of general text apart."""
+    first = metrics_of(adapted)[0]
+    assert first["step"] == 0
+    assert {"tau", "tau_general"} <= first.keys()
+
+
+def test_no_head_beyond_the_budget_is_kept(base, model_dir, chats, russian, tmp_path, monkeypatch):
+    """A training that ruins the head: the kept one is the best of those that have forgotten no more."""
+    from headwright.train import loop
+
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    harvest(run)
+    told = iter([(1.1, 2.0), (1.5, 1.1), (1.3, 1.9), (9.0, 1.0)])
+
+    def measured(self, decoded):
+        tau, general = next(told)
+        return {"tau": tau, "tau_general": general}
+
+    monkeypatch.setattr("headwright.train.measure.Measure.__call__", measured)
+    monkeypatch.setattr("headwright.train.run.floor_of", lambda *_: 1.8)
+    run.train = replace(run.train, evals=3)
+    train(run)
+    assert loop is not None
+    assert json.loads((run.directory / "training.json").read_text(encoding="utf-8"))["best_tau"] == 1.3
+
+
+def test_low_rank_updates_of_a_kept_vocabulary(base, model_dir, chats, russian, tmp_path):
+    """The kept head is the base and its adapter, and no more."""
+    from safetensors.torch import load_file
+
+    section = {"head": str(base.directory / "head"), "vocab": "keep", "budget": 1.0, "replay": 0.5}
+    run = adapted_run(
+        base, model_dir, chats, russian, tmp_path, {"lora": LoraConfig(rank=2), "lr": 1e-2}, adapt=section
+    )
+    harvest(run)
+    train(run)
+    before, after = read_head(base.directory / "head").tensors, read_head(run.directory / "head").tensors
+    updates = load_file(run.directory / "adapter" / "adapter_model.safetensors")
+    assert set(after) == set(before)
+    for name, weight in after.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" in updates:
+            product = updates[f"{key}.lora_B.weight"] @ updates[f"{key}.lora_A.weight"]
+            torch.testing.assert_close(weight, before[name] + 2 * product, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(weight, before[name]), name
+
+
+# The command line
+
+
+def test_a_head_and_a_corpus_are_enough(base, russian, tmp_path, capsys, monkeypatch):
+    """The run that made the head says the rest: its corpus becomes the general text."""
+    seen = []
+    monkeypatch.setattr(adaptation, "adapt", lambda run, dry: seen.append(run))
+    words = ["--head", str(base.directory / "head"), "--corpus", str(russian), "vocab.size=60"]
+    main([*words, f"runs={tmp_path}"])
+    [run] = seen
+    assert (run.name, run.adapt.head, run.vocab.size) == ("tiny-adapted", str(base.directory / "head"), 60)
+    assert [(source.path, source.general) for source in run.corpus.sources] == [
+        (str(russian), False),
+        (base.corpus.sources[0].path, True),
+    ]
+    assert run.head == base.head
+
+
+def test_dry_run(base, model_dir, chats, russian, tmp_path):
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    adapt(run, dry_run=True)
+    assert not run.directory.exists()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"head": None}, "adapt.head is missing"),
+        ({"head": "/none/such"}, "no such directory"),
+    ],
+)
+def test_a_head_that_is_not_there(base, model_dir, chats, russian, tmp_path, section, words):
+    with pytest.raises(UserError, match=words):
+        check_adaptation(adapted_run(base, model_dir, chats, russian, tmp_path, adapt=section))
+
+
+def test_sources_that_make_no_adaptation(base, model_dir, chats, russian, tmp_path):
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    both = run.corpus.sources
+    run.corpus.sources = [both[0]]
+    with pytest.raises(UserError, match=r"adapt\.replay 0\.25: no source of the corpus is general"):
+        check_adaptation(run)
+    run.corpus.sources = [Source(path=str(chats), general=True)]
+    with pytest.raises(UserError, match="all are general"):
+        check_adaptation(run)
+    run.corpus.sources, run.train.warm_start = both, "elsewhere"
+    with pytest.raises(UserError, match="both name a head to start from"):
+        check_adaptation(run)
+
+
+def test_vocabularies_that_cannot_be(base, model_dir, chats, russian, tmp_path):
+    """Smaller than the head's own, and one that is full already."""
+    run = adapted_run(base, model_dir, chats, russian, tmp_path / "a", vocab={"size": 10, "pin_bytes": False})
+    harvest(run)
+    with pytest.raises(UserError, match=r"vocab\.size 10: .* has 24 draft tokens already"):
+        train(run)
+    full = tiny_run(model_dir, chats, tmp_path / "b", vocab={"size": None})
+    shutil.copytree(base.directory, full.directory)
+    shutil.rmtree(full.directory / "checkpoints")
+    shutil.rmtree(full.directory / "head")
+    train(full)
+    run.adapt.head, run.vocab.size = str(full.directory / "head"), 60
+    with pytest.raises(UserError, match=r"adapt\.vocab extend: .* can say all 272 tokens"):
+        train(run)
+
+
+def test_a_head_section_of_another_head(base, model_dir, chats, russian, tmp_path):
+    run = adapted_run(
+        base,
+        model_dir,
+        chats,
+        russian,
+        tmp_path,
+        head={"kind": "eagle3", "steps": 2, "fc_norm": False, "norm_before_fc": True},
+    )
+    harvest(run)
+    with pytest.raises(
+        UserError, match=r"its eagle3 head is not the eagle3 head of this run: input_norm\.weight would be new"
+    ):
+        train(run)
+
+
+class Spoken:
+    """Held-out answers, without features."""
+
+    def __init__(self, *texts: str):
+        self.texts = texts
+
+    def answers(self):
+        for text in self.texts:
+            yield Answer("some", torch.tensor(TOKENIZER(text)["input_ids"]), torch.tensor([]).long())
+
+
+TOKENIZER = make_tokenizer()
+LATIN = DraftVocab(torch.tensor(sorted({*TOKENIZER("the sea is blue and so is the sky")["input_ids"], 258})), 272)
+
+
+def test_a_vocabulary_that_cannot_say_a_script_is_refused(base):
+    """Overridable; what is small is not judged."""
+    run = replace(base, vocab=replace(base.vocab, least=0.3, coverage=0.9))
+    both = Spoken("the sea is blue", "море синее, и небо тоже")
+    with pytest.raises(UserError, match=r"of 1\d tokens can say .*% of the Cyrillic held-out .* vocab\.least=0"):
+        list(lint(run, LATIN, both, TOKENIZER))
+    run.vocab.least = 0.0
+    told = " ".join(lint(run, LATIN, both, TOKENIZER))
+    assert "Cyrillic held-out response tokens" in told
+    assert "no head with this vocabulary exceeds τ" in told
+    assert "pieces that spell single bytes are outside" in told
+    assert list(lint(run, LATIN, Spoken("the sea is blue"), TOKENIZER)) == []
+    run.vocab.least = 0.3
+    small = Spoken("the sea is blue\n" * 200 + "да")
+    assert not any("Cyrillic" in words for words in lint(run, LATIN, small, TOKENIZER))
