@@ -115,6 +115,11 @@ def read_foreign(folder: Path, spec: TargetSpec) -> Saved:
     return Saved(config, spec, adopted.taps, DraftVocab(adopted.ids_W, spec.vocab_size), adopted.tensors)
 
 
+def read_any(folder: Path, spec: TargetSpec) -> Saved:
+    """A head of ours, or in a directory that engines load, for a target."""
+    return read_foreign(folder, spec) if is_foreign(folder) else read_head(folder)
+
+
 @torch.no_grad()
 def warm_start(head: DraftHead, folder: Path, whole: bool = False) -> str:
     """Take over what fits of another head's weights: equal names and shapes, and rows of the draft vocabulary token by token.
@@ -122,7 +127,7 @@ def warm_start(head: DraftHead, folder: Path, whole: bool = False) -> str:
     Returns what was taken. Raises UserError where nothing fits (with `whole`: where something does not), or the other head's
     target has other tokens or another width.
     """
-    saved = read_head(folder) if not is_foreign(folder) else read_foreign(folder, head.spec)
+    saved = read_any(folder, head.spec)
     if (saved.spec.hidden_size, saved.spec.vocab_size) != (head.spec.hidden_size, head.spec.vocab_size):
         raise UserError(
             f"train.warm_start {folder}: a head for {saved.spec.name} (width {saved.spec.hidden_size}, {saved.spec.vocab_size} "
@@ -201,7 +206,7 @@ def taps_of(folder: Path, layers: int) -> tuple[int, ...]:
 
 def vocab_of(folder: Path, spec: TargetSpec) -> DraftVocab:
     """What a head in a directory can say, of a target. Raises UserError."""
-    return (read_foreign(folder, spec) if is_foreign(folder) else read_head(folder)).vocab
+    return read_any(folder, spec).vocab
 
 
 def target_of(folder: Path) -> str:

@@ -140,6 +140,27 @@ def test_no_head_beyond_the_budget_is_kept(base, model_dir, chats, russian, tmp_
     assert json.loads((run.directory / "training.json").read_text(encoding="utf-8"))["best_tau"] == 1.3
 
 
+@pytest.mark.parametrize("budget", [0.0, 0.25])
+def test_the_floor_is_what_the_budget_leaves_of_the_heads_own_drafts(
+    base, model_dir, chats, russian, tmp_path, monkeypatch, budget
+):
+    """With a kept vocabulary the head at step 0 is the head as it was: τ on general text is measured twice, and agrees."""
+    section = {"head": str(base.directory / "head"), "vocab": "keep", "budget": budget}
+    run, floors = adapted_run(base, model_dir, chats, russian, tmp_path, adapt=section), []
+    harvest(run)
+
+    def stopped(parts):
+        tau = parts.callbacks.measure(False)["tau_general"]
+        floors.append((parts.floor, tau))
+        return "stopped"
+
+    monkeypatch.setattr("headwright.train.run.fit", stopped)
+    train(run)
+    [(floor, tau)] = floors
+    assert tau > 1
+    assert floor == pytest.approx(1 + (1 - budget) * (tau - 1))
+
+
 def test_low_rank_updates_of_a_kept_vocabulary(base, model_dir, chats, russian, tmp_path):
     """The kept head is the base and its adapter, and no more."""
     from safetensors.torch import load_file

@@ -59,11 +59,14 @@ class Measure:
 
     def rollout(self, head: DraftHead) -> dict[str, float]:
         """From stored features: of the domain, and τ of general text."""
-        apart = [source in self.general for source in self.held_out.sources()]
-        found = self.over(head, [document for document, other in enumerate(apart) if not other])
-        if any(apart):
-            found["tau_general"] = self.over(head, [document for document, other in enumerate(apart) if other])["tau"]
-        return found
+        found = self.over(head, self.documents(general=False))
+        general = self.documents(general=True)
+        return found | ({"tau_general": self.over(head, general)["tau"]} if general else {})
+
+    def documents(self, general: bool) -> list[int]:
+        """The held-out ones of one kind."""
+        sources = enumerate(self.held_out.sources())
+        return [document for document, source in sources if (source in self.general) == general]
 
     def over(self, head: DraftHead, documents: Sequence[int]) -> dict[str, float]:
         """From the stored features of some documents."""

@@ -203,10 +203,11 @@ def floor_of(run: RunConfig, lesson: Prepared, measure: Measure) -> float | None
     """The τ on general text that a head must keep: of the accepted drafts of the head that is adapted, all but the budget."""
     if not run.adapt.head:
         return None
-    if not set(lesson.held_out.sources()) & set(measure.general):
+    general = measure.documents(general=True)
+    if not general:
         return 0.0
     before = load_head(Path(run.adapt.head), lesson.target, torch.float32).eval()
-    tau = measure.rollout(before)["tau_general"]
+    tau = measure.over(before, general)["tau"]
     return 1 + (1 - run.adapt.budget) * (tau - 1)
 
 
