@@ -16,7 +16,7 @@ from headwright.configs.errors import UserError
 from headwright.configs.load import load_run, strip_annotation
 from headwright.configs.schema import RunConfig
 
-Stage = Callable[[RunConfig, bool], None]
+Stage = Callable[[RunConfig, bool], object]
 
 
 def run_stage(prog: str, about: str, sections: tuple[str, ...], stage: Stage, argv: list[str] | None) -> None:

@@ -73,6 +73,12 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and its threads."""
+    spent = os.times()
+    return spent.user + spent.system
+
+
 def duration(seconds: float) -> str:
     """Seconds as 3.2 s, 4 min 10 s, 2 h 5 min."""
     if seconds < 90:

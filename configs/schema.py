@@ -18,7 +18,9 @@ StrategyName = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 class TargetConfig:
     """The frozen model that the head will serve."""
 
-    model: Annotated[str, "hub name, local directory, or embedded:smollm2-135m-instruct"] = ""
+    model: Annotated[
+        str, "hub name, local directory, or embedded:smollm2-135m-instruct (also embedded:gemma-3-270m)"
+    ] = ""
     revision: Annotated[str | None, "hub revision"] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -453,11 +455,26 @@ class AdaptConfig:
         "rebuild: vocab.size tokens chosen anew. Rows of tokens that were known are carried over in any case",
     ] = "extend"
     replay: Annotated[
-        float, "share of the training rows that come from general sources (corpus.sources[i].general)", Ge(0), Lt(1)
+        Annotated[float, Ge(0), Lt(1)] | Literal["search"],
+        "share of the training rows that come from general sources (corpus.sources[i].general); search: the one of "
+        "adapt.shares that is best for the domain within the budget, by short trials",
     ] = 0.25
     budget: Annotated[
         Fraction, "how much of its accepted drafts per cycle (τ - 1) on general text a head may lose and still be kept"
     ] = 0.05
+    shares: Annotated[list[Annotated[float, Ge(0), Lt(1)]], "replay: search: what is tried", MinLen(1)] = field(
+        default_factory=lambda: [0.0, 0.1, 0.25, 0.5]
+    )
+    trial: Annotated[float, "replay: search: epochs of a trial, as a share of the training's", Gt(0), Le(1)] = 0.34
+    curve: Annotated[
+        list[Annotated[float, Gt(0), Lt(1)]],
+        "learning curve: shares of the domain's documents with which heads are trained besides, such as [0.25, 0.5], to "
+        "say what more text would give; none: no curve",
+    ] = field(default_factory=list)
+    part: Annotated[float, "share of the domain's training documents that is learned", Gt(0), Le(1)] = 1.0
+    fresh: Annotated[
+        bool, "begin with new weights in place of the head's: training from scratch, to compare an adaptation with"
+    ] = False
 
 
 @dataclass

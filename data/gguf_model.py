@@ -1,10 +1,11 @@
-"""A llama-type GGUF file as a transformers model, in fp32.
+"""GGUF files as transformers models, in fp32.
 
-Reads the file once and dequantises with the `gguf` package; bit-identical to transformers' own reader at a third of its
-time, and the result can be saved (transformers marks what it reads as quantised and refuses to).
+A llama-type file is read once and dequantised with the `gguf` package; bit-identical to transformers' own reader at a third of
+its time, and the result can be saved (transformers marks what it reads as quantised and refuses to).
 """
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -48,6 +49,16 @@ def llama_from_gguf(path: Path) -> transformers.LlamaForCausalLM:
     if extra or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{path}: tensors missing {missing}, unknown {extra}")
     model.tie_weights()
+    return model.eval()
+
+
+def any_from_gguf(path: Path) -> Any:
+    """The model in `path`, of any kind that transformers reads; such that it can be saved."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    del model.hf_quantizer, model.config.quantization_config
+    model.is_quantized = False
     return model.eval()
 
 

@@ -23,7 +23,8 @@ from headwright.data.batch import DocumentFeatures
 from headwright.data.chat import Renderer
 from headwright.data.conversation import begin, converse
 from headwright.data.corpus import Corpus, Document, Skipped, check_sources, read_corpus
-from headwright.data.demo import SETS, check_embedded
+from headwright.data.demo import licence_of
+from headwright.data.embedded import PREFIX, check_embedded
 from headwright.data.generate import read_documents
 from headwright.data.jobs import Job, Jobs, check_ids, collect_jobs, flat
 from headwright.data.store import (
@@ -164,8 +165,8 @@ def check_offline(run: RunConfig) -> None:
     check_features(run)
     if isinstance(run.harvest.taps, list):
         choose_taps(run.harvest.taps, max([*run.harvest.taps, 0]), run.target.model)
-    if run.target.model.startswith("embedded:"):
-        check_embedded(run.target.model.removeprefix("embedded:"))
+    if run.target.model.startswith(PREFIX):
+        check_embedded(run.target.model.removeprefix(PREFIX))
     else:
         locate(run.target.model)
 
@@ -343,7 +344,7 @@ def show_corpus(corpus: Corpus, sources: Sequence[Source]) -> None:
         counts.setdefault(document.source, [0, 0, 0])[2] += 1
     rows = [(name, *numbers) for name, numbers in counts.items()]
     table("corpus", ("source", "training documents", "answers", "held out"), rows)
-    demos = [f"{source.demo} ({SETS[source.demo].licence})" for source in sources if source.demo in SETS]
+    demos = [f"{source.demo} ({licence_of(source.demo)})" for source in sources if source.demo]
     if demos:
         say(f"licences of the demo sets: {', '.join(demos)}")
 

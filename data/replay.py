@@ -12,11 +12,11 @@ import torch
 Choice = Callable[[int], list[int]]  # an epoch → its documents
 
 
-def replaying(general: Sequence[bool], rows: Sequence[int], share: float, seed: int) -> Choice:
+def replaying(general: Sequence[bool], rows: Sequence[int], share: float, seed: int, part: float = 1.0) -> Choice:
     """The documents of each epoch. general: whether a document is general text; rows: its loss-bearing rows; share: of the
-    epoch's rows, 0 ≤ share < 1.
+    epoch's rows, 0 ≤ share < 1; part: of the domain's documents, 0 < part ≤ 1: the smaller are within the larger.
     """
-    domain = [document for document, other in enumerate(general) if not other]
+    domain = some_of([document for document, other in enumerate(general) if not other], part, seed)
     wanted = sum(rows[document] for document in domain) * share / (1 - share)
     pool = [document for document, other in enumerate(general) if other and rows[document]]
 
@@ -24,6 +24,13 @@ def replaying(general: Sequence[bool], rows: Sequence[int], share: float, seed: 
         return domain + (between(pool, rows, seed, epoch * wanted, (epoch + 1) * wanted) if pool else [])
 
     return choose
+
+
+def some_of(documents: Sequence[int], part: float, seed: int) -> list[int]:
+    """A part of them, at least one, in their order."""
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = sorted(order[: max(1, round(part * len(documents)))])
+    return [documents[place] for place in chosen]
 
 
 def between(pool: Sequence[int], rows: Sequence[int], seed: int, start: float, stop: float) -> list[int]:

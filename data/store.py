@@ -39,6 +39,7 @@ from headwright.data.batch import Answer, DocumentFeatures, answers_of
 from headwright.data.shard import Shard, ShardError
 
 SCHEMA = "headwright.features/2"
+MANIFEST = "manifest.json"
 DTYPES = {  # of the features in memory
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -88,7 +89,7 @@ class FeatureWriter:
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
         root.mkdir(parents=True, exist_ok=True)
-        path = root / "manifest.json"
+        path = root / MANIFEST
         if path.exists():
             refuse_other(read_manifest(root), manifest, root)
         else:
@@ -476,7 +477,7 @@ def open_shard(path: Path) -> Shard:
 
 def read_manifest(root: Path) -> Manifest:
     """The manifest of a store, or UserError."""
-    path = root / "manifest.json"
+    path = root / MANIFEST
     if not path.is_file():
         raise UserError(f"{root}: no feature store there: run the harvest first")
     try:
@@ -494,7 +495,7 @@ def read_manifest(root: Path) -> Manifest:
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """The manifest of a store, by atomic rename."""
-    write_json(root / "manifest.json", asdict(manifest))
+    write_json(root / MANIFEST, asdict(manifest))
 
 
 def bytes_per_token(taps: int, width: int, dtype: str) -> tuple[int, int]:

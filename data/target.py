@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 from headwright.configs import UserError, reason
 from headwright.configs.schema import TargetConfig
 from headwright.data.cache import KVCache
-from headwright.data.demo import embedded_target
+from headwright.data.embedded import PREFIX, embedded_target
 from headwright.data.placing import ends_map, in_turn, spread_layers
 
 ATTENTION = "headwright"
@@ -561,8 +561,8 @@ class EarlyExit:
 
 def locate(model: str) -> str:
     """Where transformers finds `model`: a directory, or a hub name."""
-    if model.startswith("embedded:"):
-        return str(embedded_target(model.removeprefix("embedded:")))
+    if model.startswith(PREFIX):
+        return str(embedded_target(model.removeprefix(PREFIX)))
     path = Path(model).expanduser()
     if path.exists() or model.startswith((".", "/", "~")):
         if not (path / "config.json").is_file():

@@ -78,25 +78,33 @@ def adapted_vocab(
     run: RunConfig, features: Answers, spec: dict[str, Any], tokenizer: Any, start: DraftVocab
 ) -> DraftVocab:
     """The draft vocabulary of a head that is adapted, from the one that it has. Raises UserError where that cannot be."""
+    refuse_vocab(run, start)
     if run.adapt.vocab == "keep":
         return start
-    if start.full:
-        raise UserError(
-            f"adapt.vocab {run.adapt.vocab}: {run.adapt.head} can say all {len(start)} tokens of the target: adapt.vocab=keep"
-        )
     if run.adapt.vocab == "rebuild":
         return choose_vocab(run, features, spec, tokenizer)
     size = spec["vocab_size"] if run.vocab.size is None else run.vocab.size
-    if size < len(start):
-        raise UserError(
-            f"vocab.size {size}: {run.adapt.head} has {len(start)} draft tokens already, and adapt.vocab is extend: set it "
-            "higher, or adapt.vocab to keep or rebuild"
-        )
     counts_V = count_tokens(features.response_tokens(), spec["vocab_size"])
     pinned = pinned_ids(tokenizer, spec["eos_token_ids"], spec["vocab_size"], run.vocab.pin_bytes)
     kept = sorted({*start.ids_W.tolist(), *pinned})
     there = len(torch.nonzero(counts_V)) + len([token for token in kept if not counts_V[token]])
     return build_vocab(counts_V, max(min(size, there), len(kept)), kept)
+
+
+def refuse_vocab(run: RunConfig, start: DraftVocab) -> None:
+    """A vocabulary that cannot become what the run asks for. Raises UserError."""
+    if run.adapt.vocab == "keep":
+        return
+    if start.full:
+        raise UserError(
+            f"adapt.vocab {run.adapt.vocab}: {run.adapt.head} can say all {len(start)} tokens of the target: adapt.vocab=keep"
+        )
+    size = start.target_size if run.vocab.size is None else run.vocab.size
+    if run.adapt.vocab == "extend" and size < len(start):
+        raise UserError(
+            f"vocab.size {size}: {run.adapt.head} has {len(start)} draft tokens already, and adapt.vocab is extend: set it "
+            "higher, or adapt.vocab to keep or rebuild"
+        )
 
 
 def vocab_maker(

@@ -34,6 +34,7 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
         place=directory,
         adaptation=facts(directory / "adaptation.json"),
         sure=sure,
+        depth_of=lambda groups: max(len(group["conditional"]) for group in groups),
     )
     write_text(directory / "report.html", page)
 

@@ -8,7 +8,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from headwright.configs import UserError
 from headwright.configs.command import clean_exit, stop
 from headwright.configs.console import say, size, table
 from headwright.configs.schema import TargetConfig
+from headwright.data.coverage import Coverage
 from headwright.data.store import replace_with, save_tensors, write_json, write_text
-from headwright.data.target import Target, TargetSpec, locate, read_facts
+from headwright.data.target import Target, TargetSpec, load_tokenizer, locate, read_facts
+from headwright.data.vocab import Group
 from headwright.heads.contract import TITLES, Contract, Draft, Finding, Method, serious
 from headwright.heads.directory import Directory
 from headwright.heads.engine_tables import ENGINES, TOKEN_MAP
@@ -35,6 +37,8 @@ from headwright.heads.export import directory_in_the_making
 from headwright.heads.foreign import OURS, identify, open_plain
 from headwright.heads.mtp_native import Checkpoint
 from headwright.heads.probe import PROMPTS, Guesses, judged, probe
+from headwright.heads.saved import read_foreign
+from headwright.heads.sayable import DEPTH, sayable, unsaid
 from headwright.heads.serve import drafted_tokens, launch_lines, lengths, recommended
 
 ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -48,6 +52,7 @@ class Diagnosis:
     method: Method
     findings: dict[str, list[Finding]]
     guesses: list[Guesses] = field(default_factory=list)
+    covered: dict[Group, Coverage] = field(default_factory=dict)
 
     def errors(self, engine: str) -> list[Finding]:
         """What keeps an engine from serving this head as it was trained."""
@@ -64,7 +69,8 @@ class Question:
 
     target: str | None = None
     engines: Sequence[str] = ()  # none: all
-    prompts: Sequence[str] | None = None  # for a probe; None: nothing is run
+    prompts: Sequence[str] = ()  # lines of text like that of the users
+    probe: bool = False  # run head and target, on these or some of our own
 
 
 def diagnose(folder: Path, question: Question) -> Diagnosis:
@@ -87,7 +93,9 @@ def diagnose(folder: Path, question: Question) -> Diagnosis:
         findings.get(finding.engine, []).append(finding)  # one about a single engine counts against it alone
     shared = [finding for finding in shared if finding.engine == ALL]
     diagnosis = Diagnosis(directory, method, {ALL: shared} | findings)
-    if question.prompts is not None:
+    if question.prompts:
+        add_coverage(diagnosis, question, facts)
+    if question.probe:
         add_probe(diagnosis, question)
     return diagnosis
 
@@ -119,6 +127,17 @@ def target_facts(name: str) -> Facts:
     checkpoint = Checkpoint(folder) if folder.is_dir() else None
     rows = checkpoint.read(embedding) if checkpoint is not None and embedding in checkpoint.where else None
     return Facts(spec, rows)
+
+
+def add_coverage(diagnosis: Diagnosis, question: Question, facts: Facts | None) -> None:
+    """What the head can say of the prompts."""
+    if facts is None or question.target is None:
+        raise UserError("--prompts are counted in the target's tokens: give --target")
+    if serious(diagnosis.findings[ALL]):
+        return
+    vocab = read_foreign(diagnosis.directory.path, facts.spec).vocab
+    diagnosis.covered = sayable(vocab, load_tokenizer(TargetConfig(model=question.target)), question.prompts)
+    diagnosis.findings[ALL] += unsaid(vocab, diagnosis.covered)
 
 
 def add_probe(diagnosis: Diagnosis, question: Question) -> None:
@@ -203,8 +222,12 @@ def show(diagnosis: Diagnosis, target: str, engines: Sequence[str]) -> None:
     if diagnosis.guesses:
         guessed = [(g.change, f"{g.first:.1%}", f"{g.second:.1%}") for g in diagnosis.guesses[:5]]
         table("guesses on the target's own text", ("head", "first right", "second right after it"), guessed)
-    rows = [(contract.title, verdict(diagnosis, contract)) for contract in tables(diagnosis, engines)]
-    table("engines", ("engine", "verdict"), rows)
+    if diagnosis.covered:
+        columns = ("prompts", "tokens", "distinct", "inside", "", f"τ bound, chain of {DEPTH}")
+        rows = [group.row(f"{kind} {name}") for (kind, name), group in diagnosis.covered.items()]
+        table("the draft vocabulary against the prompts", columns, rows)
+    verdicts = [(contract.title, verdict(diagnosis, contract)) for contract in tables(diagnosis, engines)]
+    table("engines", ("engine", "verdict"), verdicts)
     advice = recommended(directory.ours)
     problems = {engine: diagnosis.errors(engine) for engine in engines}
     fit = [contract for contract in tables(diagnosis, engines) if not problems[contract.engine]]
@@ -246,6 +269,9 @@ def as_json(diagnosis: Diagnosis, engines: Sequence[str]) -> dict[str, Any]:
         "method": diagnosis.method.name,
         "serves": {engine: not diagnosis.errors(engine) for engine in engines},
         "findings": listed,
+        "coverage": {
+            f"{kind} {name}": group.inside / group.tokens for (kind, name), group in diagnosis.covered.items()
+        },
         "guesses": [{"head": g.change, "first": g.first, "second": g.second} for g in diagnosis.guesses],
         "draft_tokens": [vars(advice) for advice in recommended(diagnosis.directory.ours)],
     }
@@ -268,7 +294,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--probe", action="store_true", help="run head and target: are its guesses right, and if not, why?"
     )
-    out.add_argument("--prompts", metavar="FILE", help="lines of text for the probe; default: eight short ones")
+    out.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="lines of text like your users': how much of their language can the head say? With --probe run on them, too "
+        "(default there: eight short ones)",
+    )
     out.add_argument("--json", metavar="FILE", help="write what was found as JSON, too")
     return out
 
@@ -289,7 +320,7 @@ def lines_of(path: str | None) -> list[str]:
 
 def doctor(args: argparse.Namespace) -> int:
     """The whole examination; the exit code."""
-    question = Question(args.target, args.engine, lines_of(args.prompts) if args.probe or args.prompts else None)
+    question = Question(args.target, args.engine, lines_of(args.prompts), args.probe)
     diagnosis = diagnose(Path(args.directory), question)
     engines = [contract.engine for contract in asked(diagnosis.method, args.engine)]
     target = args.target or (diagnosis.directory.ours.get("target") or {}).get("name") or "TARGET"
@@ -302,7 +333,7 @@ def doctor(args: argparse.Namespace) -> int:
             f"{args.fix}: written, {len(done)} corrected: "
             + ("; ".join(f"{f.where} {f.what}" for f in done) or "nothing")
         )
-        diagnosis = diagnose(Path(args.fix), replace(question, prompts=question.prompts))
+        diagnosis = diagnose(Path(args.fix), question)
         rows = [(contract.title, verdict(diagnosis, contract)) for contract in tables(diagnosis, engines)]
         table(f"engines, of {args.fix}", ("engine", "verdict"), rows)
     return 0 if any(not diagnosis.errors(engine) for engine in engines) else 1

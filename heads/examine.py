@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,12 +135,28 @@ def against_target(directory: Directory, method: Method, facts: Facts) -> Iterat
             ALL,
             "headwright.json: template_hash",
             "the target's chat template is not the one that the head was trained with",
-            "prompts look different from training: τ may be lower",
+            "prompts look different from training: τ may be lower (`headwright study template` measures by how much)",
             "serve with the same template, or train again",
         )
+    yield from prompted_otherwise((directory.ours.get("training") or {}).get("config") or {})
     name = next((name for name in directory.entries if name.endswith("embed_tokens.weight")), None)
     if name is not None and facts.rows_VD is not None and method.own_embedding:
         yield from own_embedding(name, directory.read(name), facts.rows_VD)
+
+
+def prompted_otherwise(config: dict[str, Any]) -> Iterator[Finding]:
+    """What the head's training said before every prompt: a server must be told to say it, too."""
+    corpus = config.get("corpus") or {}
+    for what, value in (("system prompt", corpus.get("system")), ("template arguments", corpus.get("template"))):
+        if value:
+            yield Finding(
+                "note",
+                ALL,
+                "headwright.json: training",
+                f"the head was trained with the {what} {value!r}",
+                "without it prompts look different from training (`headwright study template` measures what that costs)",
+                "send it with every request",
+            )
 
 
 def own_embedding(name: str, rows_VH: Tensor, target_VD: Tensor) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import os
-import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ import yaml
 
 from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import clean_exit
-from headwright.configs.console import say, table
+from headwright.configs.console import cpu_seconds, say, table
 from headwright.configs.load import load_run, parse
 from headwright.data.harvest import open_store
 from headwright.data.store import write_json, write_text
@@ -94,12 +93,6 @@ def trained(arguments: argparse.Namespace, setting: Setting, seed: int) -> dict[
     if not arguments.keep:
         shutil.rmtree(run.directory)
     return found
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and its threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def steps_of(run: RunConfig) -> int:

@@ -12,7 +12,6 @@ its target, of the adapted one.
 
 import argparse
 import json
-import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ import torch
 
 from headwright.configs import RunConfig
 from headwright.configs.command import clean_exit
-from headwright.configs.console import say, table
+from headwright.configs.console import cpu_seconds, say, table
 from headwright.configs.load import load_run
 from headwright.data.harvest import open_store, store_path
 from headwright.data.store import FeatureReader, write_json
@@ -67,12 +66,6 @@ KINDS = {  # name in the table: config, overrides
 SHAPES = ("chain-3", "chain-5", "tree-4x4-12")
 DEPTHS = (3, 5)
 PROBE, WARM = 10, 3
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and its threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def run_of(name: str, arguments: argparse.Namespace) -> RunConfig:

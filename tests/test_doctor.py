@@ -29,11 +29,12 @@ from headwright.data.target import Target
 from headwright.data.vocab import DraftVocab
 from headwright.heads import get_head
 from headwright.heads.base import Case, make_head
+from headwright.heads.directory import Directory
 from headwright.heads.doctor import Question, diagnose, write_mended
 from headwright.heads.eagle3_tables import IDS
-from headwright.heads.examine import ALL
+from headwright.heads.examine import ALL, Facts, against_target
 from headwright.heads.export import export_run, filled, shared_tables, with_dtype, write_directory
-from headwright.heads.foreign import open_plain
+from headwright.heads.foreign import identify, open_plain
 from headwright.train.run import train
 
 EVERY_TAP = tuple(range(9))
@@ -1133,7 +1134,7 @@ def probed(monkeypatch, models, targets, texts):
         family = GOLDEN_TARGETS[name]
         monkeypatch.setattr(headwright.heads.probe, "own_text", lambda target, prompts: texts[family])
         monkeypatch.setattr(Target, "load", lambda config, taps, *more: targets[family])
-        return diagnose(folder, Question(str(models / family), (engine,), ["x"]))
+        return diagnose(folder, Question(str(models / family), (engine,), ["x"], True))
 
     return ask
 
@@ -1358,7 +1359,7 @@ def test_a_head_without_all_its_parts_is_not_probed(probed, tmp_path):
 
 def test_a_probe_wants_a_target():
     with pytest.raises(UserError, match="give --target"):
-        diagnose(GOLDEN / "eagle3", Question(prompts=[]))
+        diagnose(GOLDEN / "eagle3", Question(probe=True))
 
 
 def test_the_probe_runs_the_target_on_lines_of_text(models, tmp_path):
@@ -1374,9 +1375,53 @@ def test_the_probe_runs_the_target_on_lines_of_text(models, tmp_path):
     chosen = [replace(text, taps_TKD=text.taps_TKD[:, [2, 4, 5]]) for text in texts]
     head = engine_cases.fit(head.train(), target, chosen, 40, 3e-3)
     write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
-    question = Question(str(models / "llama"), ("vllm",), lines)
+    question = Question(str(models / "llama"), ("vllm",), lines, True)
     good = diagnose(tmp_path, question)
     assert good.guesses[0].first > 0.6
     assert not good.errors("vllm")
     swapped = diagnose(broken(tmp_path, tmp_path / "swapped", swapped_halves), question)
     assert [f.what[:33] for f in swapped.errors("vllm")] == ["the halves of its input exchanged"]
+
+
+# What can be said
+
+
+def test_prompts_that_the_vocabulary_cannot_say(tmp_path, models):
+    """Counted in the target's tokens, by script; nothing is run."""
+    target = engine_cases.target_of("eagle3")
+    said = "the sea is blue and so is the sky"
+    kept = torch.tensor(sorted({*target.tokenizer(said)["input_ids"], 258}))
+    config = build(get_head("eagle3").Config, {"kind": "eagle3"}, "test")
+    head = make_head(config, target.spec, (2, 4, 5), DraftVocab(kept, 272))
+    head.attach(target)
+    head.initialise(target)
+    write_directory(tmp_path, with_dtype(head.export("portable"), torch.float32))
+    model = str(models / "llama")
+    mixed = diagnose(tmp_path, Question(model, ("vllm",), [said, "море синее, и небо тоже"]))
+    [found] = [finding for finding in mixed.findings[ALL] if finding.where.startswith("draft vocabulary")]
+    assert found.where == f"draft vocabulary of {len(kept)} tokens"
+    assert "Cyrillic tokens" in found.what
+    assert mixed.covered["script", "Latin"].inside == mixed.covered["script", "Latin"].tokens
+    share = mixed.covered["script", "Cyrillic"]
+    assert f"{share.inside / share.tokens:.1%}" in found.what
+    assert found.level == "warning"
+    assert f"τ {mixed.covered['source', 'prompts'].bound.tau:.2f}" in found.so
+    assert not mixed.guesses
+    plain = diagnose(tmp_path, Question(model, ("vllm",), [said]))
+    assert not [finding for finding in plain.findings[ALL] if finding.where.startswith("draft vocabulary")]
+    with pytest.raises(UserError, match="--prompts are counted in the target's tokens: give --target"):
+        diagnose(tmp_path, Question(None, ("vllm",), [said]))
+
+
+def test_what_stood_before_every_prompt_of_the_training_is_told(tmp_path):
+    folder = tmp_path / "head"
+    shutil.copytree(GOLDEN / "eagle3", folder)
+    told = json.loads((folder / "headwright.json").read_text()) if (folder / "headwright.json").is_file() else {}
+    told["training"] = {"config": {"corpus": {"system": "Be brief.", "template": {"enable_thinking": False}}}}
+    (folder / "headwright.json").write_text(json.dumps(told))
+    target = engine_cases.target_of("eagle3")
+    facts = Facts(target.spec)
+    directory = Directory.open(folder)
+    found = [f.what for f in against_target(directory, identify(directory), facts)]
+    assert "the head was trained with the system prompt 'Be brief.'" in found
+    assert "the head was trained with the template arguments {'enable_thinking': False}" in found

@@ -17,8 +17,9 @@ import headwright.eval.prompts as module
 from headwright.configs import UserError
 from headwright.configs.load import build
 from headwright.configs.schema import EvalConfig, PromptSet
-from headwright.data.demo import DemoSet, Package
+from headwright.data.demo import DemoSet
 from headwright.data.harvest import harvest, store_path
+from headwright.data.packages import Package
 from headwright.data.sources import Malformed
 from headwright.data.store import FeatureReader
 from headwright.eval.prompt_sets import KNOWN, user_turns

@@ -7,29 +7,30 @@ continues where it stopped, and so does this.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from headwright.configs import RunConfig, UserError
 from headwright.configs.command import clean_exit, explain
-from headwright.configs.console import say, table
+from headwright.configs.console import say
 from headwright.configs.load import apply_override, build, build_head, check_run, read_yaml
+from headwright.configs.schema import TargetConfig
 from headwright.data.corpus import general_sources, label
-from headwright.data.coverage import cover
-from headwright.data.harvest import check_offline, harvest, open_store
-from headwright.data.store import write_json
-from headwright.data.target import Target, TargetSpec, load_tokenizer
-from headwright.data.vocab import grouped
+from headwright.data.harvest import check_offline, harvest, store_path
+from headwright.data.store import MANIFEST
+from headwright.data.target import Target, read_facts
+from headwright.data.vet_corpus import refuse_corpus
+from headwright.data.vocab import refuse_vocab
 from headwright.eval.acceptance import evaluate
-from headwright.eval.compare import Line, compared, lines_of
-from headwright.eval.records import ADAPTATION, facts, read_report
-from headwright.eval.report import write_html
-from headwright.heads.foreign import is_foreign
-from headwright.heads.saved import load_head, read_head, taps_of, target_of, vocab_of
-from headwright.train.launch import close_launch, open_launch
+from headwright.eval.records import facts
+from headwright.heads.foreign import adopted_from, is_foreign
+from headwright.heads.saved import load_head, read_head, taps_of
+from headwright.train.before_after import conclude
+from headwright.train.launch import Launch, close_launch, open_launch
 from headwright.train.run import head_path, train
+from headwright.train.trials import Stopped, Trials
 
 SECTIONS = ("adapt", "vocab", "train")
 ABOUT = (
@@ -37,7 +38,6 @@ ABOUT = (
     "extend the draft vocabulary, train with replay, keep the best head that forgets no more than its budget, and measure both "
     "heads in the same turns. Give a run file with adapt.head, or --head and --corpus for a head of ours."
 )
-GROUPS = ("domain", "language")
 
 
 def adapt(run: RunConfig, dry_run: bool = False) -> None:
@@ -47,11 +47,14 @@ def adapt(run: RunConfig, dry_run: bool = False) -> None:
         check_offline(run)
         return
     launch = open_launch(run.train)
-    refuse_other_head(run)
+    refuse(run)
     if run.features is None:
         harvest(run)
         launch.wait()
-    train(run)
+    try:
+        curve = trained(run, launch)
+    except Stopped:
+        return
     if launch.world > 1:
         if launch.main:
             say("trained. Speed is measured in one process: headwright adapt with the same config, without a launcher")
@@ -62,7 +65,25 @@ def adapt(run: RunConfig, dry_run: bool = False) -> None:
             "text: raise adapt.replay or adapt.budget, or give it more general text"
         )
     evaluate(replace(run, eval=replace(run.eval, heads=[*run.eval.heads, str(run.adapt.head)])))
-    conclude(run)
+    conclude(run, curve)
+
+
+def trained(run: RunConfig, launch: Launch) -> list[dict[str, float]]:
+    """Train it, after what must be found out first; the learning curve. Raises Stopped."""
+    trials = Trials(run, launch)
+    whole = replace(run, adapt=replace(run.adapt, replay=trials.replay())) if run.adapt.replay == "search" else run
+    if not train(whole):
+        raise Stopped
+    return Trials(whole, launch).curve()
+
+
+def refuse(run: RunConfig) -> None:
+    """What can only be known from the head, the target and the corpus, before anything is spent. Raises UserError."""
+    folder = Path(str(run.adapt.head))
+    target = Target.load(run.target, lambda layers: taps_of(folder, layers))
+    refuse_vocab(run, load_head(folder, target).vocab)
+    if run.features is None and not (store_path(run, "train") / MANIFEST).is_file():
+        refuse_corpus(run, target.tokenizer)
 
 
 def check_adaptation(run: RunConfig) -> None:
@@ -83,120 +104,9 @@ def check_adaptation(run: RunConfig) -> None:
         )
     if run.adapt.replay and run.corpus.sources and not names:
         raise UserError(
-            f"adapt.replay {run.adapt.replay:g}: no source of the corpus is general: mark one with general: true, or set "
+            f"adapt.replay {run.adapt.replay}: no source of the corpus is general: mark one with general: true, or set "
             "adapt.replay=0"
         )
-
-
-def refuse_other_head(run: RunConfig) -> None:
-    """Before anything is spent: the head must be of this target, as it is."""
-    folder = Path(str(run.adapt.head))
-    target = Target.load(run.target, lambda layers: taps_of(folder, layers))
-    load_head(folder, target)
-
-
-# Before and after
-
-
-def conclude(run: RunConfig) -> None:
-    """adaptation.json, its place in the report, and the table."""
-    report = read_report(run.directory)
-    found = {
-        "schema": ADAPTATION,
-        "head": str(run.adapt.head),
-        "adapt": asdict(run.adapt),
-        "lora": asdict(run.train.lora) if run.train.lora else None,
-        "general": sorted(general_sources(run.corpus)),
-        "groups": changes(run, str(run.adapt.head)),
-        "coverage": coverages(run),
-        "cost": cost(run),
-    }
-    write_json(run.directory / "adaptation.json", found)
-    write_html(run.directory, report)
-    show(found)
-
-
-def changes(run: RunConfig, before: str) -> list[dict[str, Any]]:
-    """The adapted head against the head as it was, by domain and by language, paired over prompts."""
-    lines = lines_of([run.directory], lambda entry: True)
-    rows = []
-    for after in (line for line in lines if line.head):
-        base = next(line for line in lines if alike(line, after, before))
-        for kind in GROUPS:
-            for name in dict.fromkeys(row[kind] for row in after.entry["per_prompt"]):
-                first, second = (part(line, lambda row: row[kind] == name) for line in (base, after))  # noqa: B023
-                rows.append(
-                    {"by": kind, "group": name, "shape": after.entry["shape"]["name"]} | compared(first, second)
-                )
-    return rows
-
-
-def alike(line: Line, after: Line, before: str) -> bool:
-    """Whether it is the head as it was, measured as `after` was."""
-    keys = ("prompt_set", "temperature")
-    same = all(line.entry[key] == after.entry[key] for key in keys) and line.entry["shape"] == after.entry["shape"]
-    return same and line.entry["drafter"].endswith(f" {before}")
-
-
-def part(line: Line, wanted: Callable[[dict[str, Any]], bool]) -> Line:
-    """A line over some of its prompts."""
-    rows = [row for row in line.entry["per_prompt"] if wanted(row)]
-    return replace(line, entry=line.entry | {"per_prompt": rows})
-
-
-def coverages(run: RunConfig) -> dict[str, dict[str, float]]:
-    """How much of the held-out answers both vocabularies can say, by source and by script."""
-    held_out, tokenizer = open_store(run, "held-out"), load_tokenizer(run.target)
-    spec = TargetSpec(**held_out.manifest.target)
-    sides = [cover(vocab_of(folder, spec), grouped(held_out.answers(), tokenizer), 1) for folder in heads_of(run)]
-    return {
-        name: {
-            "tokens": now.tokens,
-            "before": sides[0][kind, name].inside / now.tokens,
-            "after": now.inside / now.tokens,
-        }
-        for (kind, name), now in sides[1].items()
-    }
-
-
-def heads_of(run: RunConfig) -> tuple[Path, Path]:
-    """Before and after."""
-    return Path(str(run.adapt.head)), head_path(run)
-
-
-def cost(run: RunConfig) -> dict[str, Any]:
-    """Seconds, tokens and bytes."""
-    made, trained = open_store(run, "train").manifest, facts(run.directory / "training.json")
-    return {
-        "tokens": made.tokens,
-        "response_tokens": made.response_tokens,
-        "feature_bytes": made.bytes,
-        "harvest_seconds": made.seconds,
-        "training_seconds": trained.get("seconds"),
-        "steps": trained.get("step"),
-    }
-
-
-def show(found: dict[str, Any]) -> None:
-    """The table at the end."""
-    rows = []
-    for row in found["groups"]:
-        low, high = row["tau_gain_ci95"]
-        ratio = "–" if row["speed_ratio"] is None else f"{row['speed_ratio']:.2f}"
-        rows.append(
-            (
-                row["group"],
-                row["shape"],
-                row["prompts"],
-                f"{row['tau_base']:.2f}",
-                f"{row['tau']:.2f}",
-                f"{row['tau_gain']:+.2f} [{low:+.2f}, {high:+.2f}]",
-                f"{row['tau_p']:.3f}",
-                ratio,
-            )
-        )
-    columns = ("", "shape", "prompts", "τ before", "τ after", "gain [95 %]", "p", "speed ÷ before")
-    table(f"{found['head']} before and after", columns, rows)
 
 
 # The command line
@@ -225,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
 def run_of(args: argparse.Namespace) -> RunConfig:
     """The run that a command line asks for."""
     where = args.config or args.head
-    if where is None:
+    if where is None or not (args.config or args.corpus):
         raise UserError("give --config FILE with adapt.head in it, or --head DIR and --corpus PATH")
     raw = read_yaml(Path(args.config)) if args.config else made_for(Path(args.head))
     if args.head:
@@ -235,7 +145,7 @@ def run_of(args: argparse.Namespace) -> RunConfig:
     for override in args.overrides:
         apply_override(raw, override)
     if not raw.get("head") and (raw.get("adapt") or {}).get("head"):
-        raw["head"] = head_section(Path(raw["adapt"]["head"]))
+        raw["head"] = head_section(Path(raw["adapt"]["head"]), raw.get("target") or {}, str(where))
     run = build(RunConfig, raw, str(where))
     check_run(run, str(where))
     run.head = build_head(run.head, str(where))
@@ -243,11 +153,15 @@ def run_of(args: argparse.Namespace) -> RunConfig:
 
 
 def made_for(folder: Path) -> dict[str, Any]:
-    """The run that made a head, as a file for another."""
+    """The run that made a head, as a file for another. Of a head of others nothing is known: the overrides must say it."""
+    if not folder.is_dir():
+        raise UserError(f"--head {folder}: no such directory")
+    if is_foreign(folder):
+        return {"name": f"{folder.resolve().name}-adapted"}
     told = facts(folder / "provenance.json").get("config")
     if not isinstance(told, dict):
         raise UserError(f"{folder}: it does not say which run made it (provenance.json): give --config")
-    kept = {key: value for key, value in told.items() if key not in ("head", "features")}
+    kept = {key: value for key, value in told.items() if key not in ("head", "features", "adapt")}
     return kept | {"name": f"{told['name']}-adapted", "train": (told.get("train") or {}) | {"warm_start": None}}
 
 
@@ -257,11 +171,15 @@ def with_domain(corpus: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     return corpus | {"sources": [*({"path": path} for path in paths), *general]}
 
 
-def head_section(folder: Path) -> dict[str, Any]:
-    """The config of a head of ours, as a section of a run file."""
-    if is_foreign(folder):
-        raise UserError(f"{folder}: a head of {target_of(folder)} in an engine's format: give the run a head section")
-    return json.loads(json.dumps(asdict(read_head(folder).config)))
+def head_section(folder: Path, target: dict[str, Any], where: str) -> dict[str, Any]:
+    """A head's own config, as a section of a run file. What a head of others is can only be said beside its target."""
+    if not is_foreign(folder):
+        return json.loads(json.dumps(asdict(read_head(folder).config)))
+    if not target.get("model"):
+        raise UserError(f"{folder}: a head in an engine's format, which does not name its target: give target.model=…")
+    spec, _ = read_facts(build(TargetConfig, target, f"{where}: target"))
+    config, _ = adopted_from(folder, spec, None)
+    return json.loads(json.dumps(asdict(config)))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,9 +30,9 @@ BEST = "head"  # directory of the best head so far, in the run's
 class Progress:
     """Where a run stands. Data order, learning rate and random numbers follow from the step.
 
-    since_best: measurements without a better τ. left_out: steps that were not finite. seconds: of the whole training, and of it
-    those in which it waited for measurements and checkpoints. config: the run file as it was, for
-    showing what changed.
+    since_best: measurements without a better τ. left_out: steps that were not finite. seconds, cpu_seconds: of the whole
+    training, on the clock and of this process; of the former, those in which it waited for measurements and checkpoints.
+    config: the run file as it was, for showing what changed.
     """
 
     step: int = 0
@@ -42,6 +42,7 @@ class Progress:
     since_best: int = 0
     left_out: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     seconds_measuring: float = 0.0
     seconds_saving: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)

@@ -34,6 +34,7 @@ STAGES = {
     "chat": ("headwright.eval.chat", "talk to a target through a head, accepted draft tokens in colour: --head DIR"),
     "plot": ("headwright.train.plot", "the curves of a run, without any tracker: DIR"),
     "push": ("headwright.train.push", "a head with its model card, into a folder or to the Hugging Face Hub: DIR"),
+    "terms": ("headwright.data.embedded", "show and accept the terms of an embedded model that has its own: MODEL"),
     "summary": ("headwright.train.summary", "one table over a finished run"),
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwright.configs.console import peak_memory, say
+from headwright.configs.console import cpu_seconds, peak_memory, say
 from headwright.configs.console import progress as progress_bar
 from headwright.configs.schema import TrainConfig
 from headwright.data.batch import FeatureBatch, to_device
@@ -89,6 +89,7 @@ def fit(parts: Parts) -> str:
     meter, window, lagged = Meter(), Window(), Lagged(launch.device)
     finite, learning = Finite(config, launch, parts.stream), Learning(state.total, parts.by_chance)
     before, started, ending = state.seconds, time.perf_counter(), ""
+    spent = state.cpu_seconds - cpu_seconds()
     watch, bar = Watch(launch, config.hang_minutes), progress_bar(quiet=not launch.main)
     with Stop() as stop, bar, watch:
         if parts.floor is not None and state.step == 0:
@@ -126,7 +127,7 @@ def fit(parts: Parts) -> str:
                 ending = ending or patience_ending(config, state)
             measured = time.perf_counter()
             state.seconds_measuring += measured - paused
-            state.seconds = before + measured - started
+            state.seconds, state.cpu_seconds = before + measured - started, spent + cpu_seconds()
             if saves_due(config, state) or ending:
                 watch.at(f"saving after step {state.step}")
                 parts.callbacks.save(state)

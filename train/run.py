@@ -50,6 +50,7 @@ from headwright.train.spread import spread
 from headwright.train.strategy import Strategy
 from headwright.train.track import Tracker
 
+TRIALS = ("shares", "trial", "curve")  # keys of adapt that concern other trainings
 SHOWN = 5  # documents that were left out
 ADAPTER = "adapter"  # low-rank updates of the best head, in the run's directory
 SECTIONS = ("vocab", "head", "train")
@@ -100,12 +101,12 @@ class Prepared:
     base: str = ""  # fingerprint of the head that an adapter, which is kept beside the merged head, belongs to
 
 
-def train(run: RunConfig, dry_run: bool = False) -> None:
-    """Harvested features → the best head, with checkpoints to continue from."""
+def train(run: RunConfig, dry_run: bool = False) -> bool:
+    """Harvested features → the best head, with checkpoints to continue from. False where it was stopped before its end."""
     check_features(run)
     if dry_run:
         check_offline(run)
-        return
+        return True
     if run.train.lora and not (run.adapt.head or run.train.warm_start):
         raise UserError(
             "train.lora: low-rank updates are of a head that is there: name it as adapt.head or train.warm_start"
@@ -150,8 +151,9 @@ def train(run: RunConfig, dry_run: bool = False) -> None:
         saver.close()
         tracker.close()
     if launch.main:
-        finish(run, lesson, stream, state, ending)
+        finish(run, lesson, stream, state, ending, floor)
     launch.wait()  # a process that leaves early takes its end of the others' connections with it
+    return ending != "stopped"
 
 
 def prepare(run: RunConfig, launch: Launch) -> Prepared:
@@ -179,7 +181,7 @@ def prepare(run: RunConfig, launch: Launch) -> Prepared:
         )
     head.initialise(target)
     warmed = warm_start(head, Path(run.train.warm_start)) if run.train.warm_start else None
-    if run.adapt.head:
+    if run.adapt.head and not run.adapt.fresh:
         warmed = warm_start(head, Path(run.adapt.head), whole=True)
     base = fingerprint(head.state_dict()) if run.train.lora and run.adapt.vocab == "keep" else ""
     if run.train.lora:
@@ -306,10 +308,17 @@ def replay_of(run: RunConfig, features: Documents) -> Choice | None:
         raise UserError(f"{features.root}: no document of the domain: corpus.sources without general: true")
     if run.adapt.replay and not any(general):
         raise UserError(
-            f"adapt.replay {run.adapt.replay:g}: {features.root} has no general text: mark a source of the corpus with "
+            f"adapt.replay {run.adapt.replay}: {features.root} has no general text: mark a source of the corpus with "
             "general: true, or set adapt.replay to 0"
         )
-    return replaying(general, features.loss_rows(), run.adapt.replay, run.seed)
+    return replaying(general, features.loss_rows(), replay_share(run), run.seed, run.adapt.part)
+
+
+def replay_share(run: RunConfig) -> float:
+    """adapt.replay as a number. Raises UserError where it is still to be found."""
+    if isinstance(run.adapt.replay, str):
+        raise UserError("adapt.replay search: the trials are `headwright adapt`'s; give `headwright train` a number")
+    return run.adapt.replay
 
 
 def refuse_long(run: RunConfig, features: Documents) -> None:
@@ -329,7 +338,7 @@ def run_identity(run: RunConfig, features: Documents, launch: Launch, total: int
     return {
         "features": features.manifest.identity,
         "vocab": asdict(run.vocab) | {"coverage": None},
-        "adapt": asdict(run.adapt),
+        "adapt": {key: value for key, value in asdict(run.adapt).items() if key not in TRIALS},
         "general": sorted(general_sources(run.corpus)),
         "head": asdict(run.head),
         "train": loop | {"betas": list(loop["betas"])},
@@ -344,7 +353,7 @@ def run_identity(run: RunConfig, features: Documents, launch: Launch, total: int
 def show_start(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, strategy: Strategy) -> None:
     """What is about to be trained, and how."""
     features, head, launch = stream.reader, lesson.head, strategy.launch
-    empty, trained = stream.rows.count(0), sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+    empty, trained = stream.rows.count(0), trained_parameters(head)
     say(
         f"{run.head.kind}: {trained / 1e6:.1f} M parameters, {len(features)} documents, "
         f"{features.manifest.response_tokens} response tokens, steps {state.step} to {state.total}"
@@ -369,7 +378,9 @@ def show_changes(changed: dict[str, tuple[Any, Any]]) -> None:
         say("changed since the checkpoint (the weights do not depend on it):\n" + "\n".join(show(changed)))
 
 
-def finish(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, ending: str) -> None:
+def finish(
+    run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, ending: str, floor: float | None
+) -> None:
     """What the run leaves, and what it says at its end."""
     if ending == "stopped":
         say(f"stopped after step {state.step} of {state.total}; a checkpoint is written. To continue:")
@@ -380,6 +391,7 @@ def finish(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progr
     if ending == "early":
         say(f"ended early: τ was not better in {state.since_best} measurements (train.patience)")
     show_end(run, lesson, stream, state)
+    write_end(run, lesson, stream, state, floor)
 
 
 def show_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress) -> None:
@@ -398,17 +410,25 @@ def show_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Pro
         f"waiting for checkpoints {duration(state.seconds_saving)}); "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
+
+
+def write_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, floor: float | None) -> None:
+    """training.json: what it took and what it gave."""
     kept = {key: value for key, value in vars(state).items() if key != "config"}
-    write_json(
-        run.directory / "training.json",
-        kept
-        | {
-            "coverage": lesson.covered,
-            "skipped": len(stream.skipped),
-            "response_tokens": features.manifest.response_tokens,
-            "peak_memory": peak_memory(),
-        },
-    )
+    found = {
+        "coverage": lesson.covered,
+        "skipped": len(stream.skipped),
+        "response_tokens": lesson.features.manifest.response_tokens,
+        "trained_parameters": trained_parameters(lesson.head),
+        "peak_memory": peak_memory(),
+        "general_floor": floor,
+    }
+    write_json(run.directory / "training.json", kept | found)
+
+
+def trained_parameters(head: DraftHead) -> int:
+    """Numbers that training changes."""
+    return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
 def show_curve(records: list[dict[str, Any]], depth: int) -> None:
