@@ -384,6 +384,18 @@ class TuneConfig:
 
 
 @dataclass
+class TemplateConfig:
+    """Another way in which a server may put prompts."""
+
+    name: Annotated[str, "in tables"] = ""
+    system: Annotated[str | None, "system prompt in place of the chats' own"] = None
+    template: Annotated[dict[str, Any], "arguments of the chat template, such as {enable_thinking: true}"] = field(
+        default_factory=dict
+    )
+    file: Annotated[str | None, "a chat template (Jinja) in place of the tokenizer's"] = None
+
+
+@dataclass
 class StudyConfig:
     """`headwright study`: what is swept. Prompts are the run's held-out ones, unless a study is about other sets."""
 
@@ -418,6 +430,10 @@ class StudyConfig:
     sizes: Annotated[
         list[str], "targets whose costs are compared, of random weights: HIDDENxLAYERSxHEADSxKV-HEADSxMLPxVOCABULARY"
     ] = field(default_factory=lambda: ["576x30x9x3x1536x49152", "960x32x15x5x2560x49152", "2048x16x32x8x8192x128256"])
+    templates: Annotated[
+        list[TemplateConfig],
+        "template: ways in which prompts are put besides that of training; none: those that servers usually differ in",
+    ] = field(default_factory=list)
     samples: Annotated[int, "texts drawn for the test of sampled losslessness", Ge(100)] = 500
 
 

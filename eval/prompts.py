@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from headwright.configs import RunConfig, UserError
@@ -64,11 +65,32 @@ class Room:
             return None
         return ids if len(ids) < self.context else None
 
+    def own(self, ids: Sequence[int]) -> Sequence[int]:
+        """A prompt without the words that the template puts around every chat, which say nothing of its language."""
+        before = common(self.frame, ids)
+        after = common(self.frame[::-1], ids[::-1])
+        return ids[before : len(ids) - after] if before + after < len(ids) else ids
+
+    @cached_property
+    def frame(self) -> list[int]:
+        """A chat without content; nothing where there is no template."""
+        if not getattr(self.renderer.tokenizer, "chat_template", None):
+            return []
+        try:
+            return self.renderer.prompt_ids([{"role": "user", "content": ""}])
+        except ValueError:
+            return []
+
     def text(self, tokens: Sequence[int]) -> str:
         """An answer without its end token."""
         spoken = tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
         decoded: str = self.renderer.tokenizer.decode(list(spoken))
         return decoded
+
+
+def common(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((place for place, (a, b) in enumerate(zip(some, others)) if a != b), min(len(some), len(others)))
 
 
 def check_sets(sets: Sequence[PromptSet]) -> None:
@@ -119,19 +141,19 @@ def read_sets(run: RunConfig, target: Target, reader: FeatureReader | None) -> l
         if wanted.set == HELD_OUT:
             if reader is None:
                 raise UserError("eval.sets: held-out prompts are the harvest's: headwright harvest first")
-            found = described_prompts(held_out_prompts(reader, count), target, wanted)
+            found = described_prompts(held_out_prompts(reader, count), room, wanted)
         else:
             found = in_turn(list(read_set(wanted, room)), count)
         prompts += found
     return prompts
 
 
-def described_prompts(prompts: list[Prompt], target: Target, wanted: PromptSet | None = None) -> list[Prompt]:
+def described_prompts(prompts: list[Prompt], room: Room, wanted: PromptSet | None = None) -> list[Prompt]:
     """Held-out prompts with set, domain and language."""
     wanted = wanted or PromptSet(HELD_OUT)
     for prompt in prompts:
         prompt.set, prompt.domain = label(wanted), wanted.domain or prompt.source
-        prompt.language = wanted.language or script_of(target.tokenizer.decode(prompt.ids))
+        prompt.language = wanted.language or script_of(room.text(room.own(prompt.ids)))
     return prompts
 
 

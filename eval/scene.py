@@ -51,10 +51,11 @@ class Scene:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         target = Target.load(run.target, reader.manifest.taps, device)
         head = load_head(run.directory / "head", target).eval()
-        prompts = described_prompts(held_out_prompts(reader, run.study.prompts), target)
+        room = Room.of(run, target)
+        prompts = described_prompts(held_out_prompts(reader, run.study.prompts), room)
         folder = run.directory / "studies"
         folder.mkdir(exist_ok=True)
-        return cls(run, target, head, reader, Room.of(run, target), prompts, folder)
+        return cls(run, target, head, reader, room, prompts, folder)
 
     def begin(self, name: str) -> None:
         """Open what a study has kept."""

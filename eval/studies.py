@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwright.eval import costs, forecast, proofs, sweeps
+from headwright.eval import costs, forecast, prompting, proofs, sweeps
 from headwright.eval.scene import Row, Scene
 
 
@@ -120,6 +120,19 @@ STUDIES = {
         {"domain": "domain", "trained_on": "trained on", "prompts": "prompts"} | RACE,
         lines("depth", "speedup", by="line", title="speed-up by domain", xlabel="depth", break_even=True),
         sweeps.domain_says,
+    ),
+    "template": Study(
+        "prompts that look otherwise than in training: system prompt, thinking mode, no template",
+        prompting.template_rows,
+        {
+            "way": "asked",
+            "prompt_tokens": "prompt tokens",
+            "tau_gain": "τ less that of training",
+            "tau_gain_ci95": "95 %  ",
+        }
+        | RACE,
+        lines("way", "tau", "speedup", title="τ and speed-up by how prompts are put", break_even=True),
+        prompting.template_says,
     ),
     "lossless": Study(
         "is the text the target's own?",

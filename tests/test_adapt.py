@@ -6,20 +6,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from conftest import make_tokenizer, tiny_run
+import transformers
+from conftest import make_tokenizer, on_two_processes, tiny_run
 
-from headwright.configs import UserError
+from headwright.configs import UserError, dump
 from headwright.configs.schema import LoraConfig, Source
 from headwright.data.batch import Answer
+from headwright.data.corpus import Document
 from headwright.data.coverage import lint
 from headwright.data.harvest import harvest
-from headwright.data.vocab import DraftVocab
+from headwright.data.store import read_manifest
+from headwright.data.vet_corpus import refuse_script
+from headwright.data.vocab import DraftVocab, full_vocab
 from headwright.eval.records import read_report
 from headwright.heads.saved import read_head
 from headwright.train import adapt as adaptation
 from headwright.train.adapt import adapt, check_adaptation, main
-from headwright.train.run import train
+from headwright.train.before_after import conditional
+from headwright.train.launch import open_launch
+from headwright.train.run import prepare, train
+from headwright.train.trials import expected
 
 RUSSIAN = ("Почему небо голубое?", "Сколько будет два и два?", "Расскажи о море.", "Как испечь хлеб?")
 
@@ -298,3 +306,185 @@ def test_a_vocabulary_that_cannot_say_a_script_is_refused(base):
     run.vocab.least = 0.3
     small = Spoken("the sea is blue\n" * 200 + "да")
     assert not any("Cyrillic" in words for words in lint(run, LATIN, small, TOKENIZER))
+
+
+# Before anything is spent
+
+
+def harvests(monkeypatch) -> list:
+    """Any harvest that is begun."""
+    begun: list = []
+    monkeypatch.setattr(adaptation, "harvest", begun.append)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("vocab", "adapt_keys", "words"),
+    [
+        ({"size": 10, "pin_bytes": False, "least": 0.0}, {}, r"vocab\.size 10: .* has 24 draft tokens already"),
+        ({"size": None, "pin_bytes": False, "least": 0.0}, {}, None),
+        ({"size": 10, "pin_bytes": False, "least": 0.0}, {"vocab": "rebuild"}, None),
+    ],
+)
+def test_vocabularies_are_judged_before_the_harvest(
+    base, model_dir, chats, russian, tmp_path, monkeypatch, vocab, adapt_keys, words
+):
+    section = {"head": str(base.directory / "head"), "budget": 1.0} | adapt_keys
+    run = adapted_run(base, model_dir, chats, russian, tmp_path, vocab=vocab, adapt=section)
+    if words is None:
+        adaptation.refuse(run)
+        return
+    begun = harvests(monkeypatch)
+    with pytest.raises(UserError, match=words):
+        adapt(run)
+    assert not begun
+
+
+def test_a_full_vocabulary_is_refused_before_the_harvest(base, model_dir, chats, russian, tmp_path, monkeypatch):
+    run, begun = adapted_run(base, model_dir, chats, russian, tmp_path), harvests(monkeypatch)
+    monkeypatch.setattr(adaptation, "load_head", lambda *_: type("Full", (), {"vocab": full_vocab(272)}))
+    with pytest.raises(
+        UserError, match=r"adapt\.vocab extend: .* can say all 272 tokens of the target: adapt\.vocab=keep"
+    ):
+        adapt(run)
+    assert not begun
+
+
+def test_a_script_without_pieces_is_refused_before_the_harvest(base, model_dir, chats, russian, tmp_path, monkeypatch):
+    """The tiny tokenizer spells everything by the byte."""
+    vocab = {"size": 60, "pin_bytes": False, "least": 0.3}
+    run, begun = adapted_run(base, model_dir, chats, russian, tmp_path, vocab=vocab), harvests(monkeypatch)
+    words = r"text is Cyrillic, for which the tokenizer of .* has no pieces \(single bytes for 100% .* vocab\.least=0"
+    with pytest.raises(UserError, match=words):
+        adapt(run)
+    assert not begun
+
+
+def test_words_are_pieces(base):
+    """A tokenizer that has words, of which one script is unknown."""
+    run = replace(base, vocab=replace(base.vocab, least=0.3))
+    known = {"[UNK]": 0, "the": 1, "sea": 2, "is": 3, "blue": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    refuse_script(run, [Document("k", "s", "p", 1, text="the sea is blue")], tokenizer)
+    with pytest.raises(UserError, match=r"text is Cyrillic.*100% unknown tokens"):
+        refuse_script(run, [Document("k", "s", "p", 1, text="море синее")], tokenizer)
+    run.vocab.least = 0.0
+    refuse_script(run, [Document("k", "s", "p", 1, text="море синее")], tokenizer)
+
+
+def test_an_empty_split_of_the_domain_is_refused_before_the_harvest(
+    base, model_dir, chats, russian, tmp_path, monkeypatch
+):
+    """One text of the domain lies on one side alone."""
+    path = tmp_path / "one.jsonl"
+    path.write_text(russian.read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
+    run, begun = adapted_run(base, model_dir, chats, path, tmp_path / "runs"), harvests(monkeypatch)
+    with pytest.raises(UserError, match=r"corpus: no (training|held-out) document is of the domain"):
+        adapt(run)
+    assert not begun
+
+
+def test_what_was_harvested_is_not_read_again(adapted, monkeypatch):
+    """A corpus that has become features need not be there any more."""
+    monkeypatch.setattr(adaptation, "refuse_corpus", lambda *_: pytest.fail("the corpus was read"))
+    adaptation.refuse(adapted)
+
+
+# Trials, and what is told
+
+
+@pytest.fixture(scope="module")
+def searched(base, model_dir, chats, russian, tmp_path_factory):
+    """The whole way, with a search and a curve."""
+    section = {"head": str(base.directory / "head"), "budget": 1.0, "curve": [0.5]}
+    section |= {"replay": "search", "shares": [0.0, 0.5], "trial": 0.5}
+    run = adapted_run(base, model_dir, chats, russian, tmp_path_factory.mktemp("searched"), adapt=section)
+    adapt(run)
+    return run
+
+
+def test_search_and_curve_are_in_the_report(searched):
+    found = json.loads((searched.directory / "adaptation.json").read_text(encoding="utf-8"))
+    assert found["adapt"]["replay"] in (0.0, 0.5)
+    half, whole = found["curve"]["points"]
+    assert 0 < half["rows"] < whole["rows"]
+    assert whole["tau"] == pytest.approx(metrics_of(searched)[-1]["tau"])
+    assert found["curve"]["twice"] == pytest.approx(
+        expected([(p["rows"], p["tau"]) for p in (half, whole)], 2 * whole["rows"])
+    )
+    page = (searched.directory / "report.html").read_text(encoding="utf-8")
+    assert f"{2 * whole['rows']}, not measured" in page
+    assert "What it took:" in page
+    made = read_manifest(searched.directory / "features")
+    assert f"{made.response_tokens} response tokens harvested" in page
+
+
+def test_groups_have_rates_and_characters_of_both_heads(searched):
+    """Each recomputed from the report's prompts."""
+    found = json.loads((searched.directory / "adaptation.json").read_text(encoding="utf-8"))
+    entries = read_report(searched.directory)["entries"]
+    row = next(r for r in found["groups"] if (r["group"], r["shape"]) == ("russian", "chain-3"))
+    for drafter, suffix in (("eagle3", ""), (f"eagle3 {searched.adapt.head}", "_base")):
+        entry = next(e for e in entries if e["drafter"] == drafter and e["shape"]["name"] == "chain-3")
+        mine = [prompt for prompt in entry["per_prompt"] if prompt["domain"] == "russian"]
+        counts = [sum(column) for column in zip(*(prompt["histogram"] for prompt in mine))]
+        assert sum(counts) == sum(prompt["cycles"] for prompt in mine)
+        assert row[f"conditional{suffix}"][0] == pytest.approx(sum(counts[1:]) / sum(counts))
+        timed = [prompt for prompt in mine if "plain_seconds_per_token" in prompt]
+        speed = sum(p["characters"] for p in timed) / sum(p["seconds"] for p in timed) if timed else 0
+        assert row[f"chars_per_second{suffix}"] == pytest.approx(speed)
+    letters, tokens = (sum(prompt[key] for prompt in mine) for key in ("characters", "tokens"))
+    assert row["chars_per_token"] == pytest.approx(letters / tokens)
+
+
+def test_conditional_rates():
+    """6 cycles, of which 4 accept one draft, and 1 of these two."""
+    assert conditional([{"histogram": [1, 2, 1]}, {"histogram": [1, 1, 0]}]) == [4 / 6, 1 / 4]
+    assert conditional([{"histogram": [2, 0, 0]}]) == [0.0, 0.0]
+
+
+def test_a_training_that_is_stopped_is_not_evaluated(base, model_dir, chats, russian, tmp_path, monkeypatch):
+    """It has a best head already, but it is not the run's."""
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    harvest(run)
+    monkeypatch.setattr(
+        "headwright.train.run.fit", lambda parts: (parts.callbacks.keep_best(parts.state), "stopped")[1]
+    )
+    monkeypatch.setattr(adaptation, "evaluate", lambda *_: pytest.fail("it was evaluated"))
+    adapt(run)
+    assert (run.directory / "head" / "head.json").is_file()
+    assert not (run.directory / "adaptation.json").exists()
+
+
+def test_new_weights_with_the_vocabulary_of_an_adaptation(base, model_dir, chats, russian, tmp_path, adapted):
+    """Training from scratch, to compare with: the head's vocabulary, extended, and nothing of its weights."""
+    section = {"head": str(base.directory / "head"), "budget": 1.0, "fresh": True}
+    run = adapted_run(base, model_dir, chats, russian, tmp_path, {"epochs": 0.01}, adapt=section)
+    harvest(run)
+    lesson = prepare(run, open_launch(run.train))
+    old, known = read_head(adapted.directory / "head"), read_head(base.directory / "head")
+    assert lesson.head.vocab.ids_W.tolist() == old.vocab.ids_W.tolist()
+    assert lesson.warmed is None
+    assert not torch.equal(lesson.head.state_dict()["fc.weight"], known.tensors["fc.weight"])
+
+
+# Several processes
+
+
+@pytest.mark.slow
+def test_two_processes_adapt_and_one_measures(base, model_dir, chats, russian, tmp_path):
+    """Search, training and curve on both; speed is measured afterwards, by the same command in one."""
+    section = {"head": str(base.directory / "head"), "budget": 1.0, "curve": [0.5]}
+    section |= {"replay": "search", "shares": [0.0, 0.5], "trial": 0.5}
+    run = adapted_run(base, model_dir, chats, russian, tmp_path / "runs", adapt=section)
+    config = tmp_path / "run.yaml"
+    config.write_text(dump(run), encoding="utf-8")
+    script = f"from headwright.train.adapt import main\n\nmain(['--config', {str(config)!r}])\n"
+    said = on_two_processes(tmp_path / "script.py", script)
+    assert "a copy of the head on each of 2 processes" in said
+    assert "trained. Speed is measured in one process" in said
+    assert said.count("trials of replay") == 1
+    assert sorted(path.stem for path in (run.directory / "trials").iterdir()) == ["part-0.5", "replay-0", "replay-0.5"]
+    assert not (run.directory / "adaptation.json").exists()

@@ -27,6 +27,7 @@ from headwright.eval.prompts import (
     Prompt,
     Room,
     check_sets,
+    described_prompts,
     held_out_prompts,
     in_turn,
     label,
@@ -462,6 +463,21 @@ def test_turns_limit_a_conversation(room):
 def test_language_is_that_of_what_is_asked(room):
     row = {"turns": ["Hello there", "Переведите"]}
     assert make_prompt(PromptSet(path="x", turns=1), room, "p", row).language == "Latin"
+
+
+@pytest.mark.parametrize(("text", "language"), [("Да?", "Cyrillic"), ("What is the sea?", "Latin"), ("好", "Han")])
+def test_the_language_of_a_held_out_prompt_is_its_users(room, text, language):
+    """However many letters the template puts around it."""
+    ids = room.renderer.prompt_ids([{"role": "user", "content": text}])
+    [prompt] = described_prompts([Prompt(ids, "some", "place")], room)
+    assert prompt.language == language
+    assert room.text(room.own(ids)) == text
+    assert described_prompts([prompt], room, PromptSet("held-out", language="ru"))[0].language == "ru"
+
+
+def test_the_language_of_plain_text(room):
+    [prompt] = described_prompts([Prompt(room.renderer.tokenizer("Небо и море")["input_ids"], "some", "place")], room)
+    assert prompt.language == "Cyrillic"
 
 
 # Choice

@@ -52,7 +52,7 @@ def adapt(run: RunConfig, dry_run: bool = False) -> None:
         harvest(run)
         launch.wait()
     try:
-        curve = trained(run, launch)
+        run, curve = trained(run, launch)
     except Stopped:
         return
     if launch.world > 1:
@@ -68,13 +68,13 @@ def adapt(run: RunConfig, dry_run: bool = False) -> None:
     conclude(run, curve)
 
 
-def trained(run: RunConfig, launch: Launch) -> list[dict[str, float]]:
-    """Train it, after what must be found out first; the learning curve. Raises Stopped."""
-    trials = Trials(run, launch)
-    whole = replace(run, adapt=replace(run.adapt, replay=trials.replay())) if run.adapt.replay == "search" else run
-    if not train(whole):
+def trained(run: RunConfig, launch: Launch) -> tuple[RunConfig, list[dict[str, float]]]:
+    """Train it, after what must be found out first; the run with what was found, and its learning curve. Raises Stopped."""
+    if run.adapt.replay == "search":
+        run = replace(run, adapt=replace(run.adapt, replay=Trials(run, launch).replay()))
+    if not train(run):
         raise Stopped
-    return Trials(whole, launch).curve()
+    return run, Trials(run, launch).curve()
 
 
 def refuse(run: RunConfig) -> None:

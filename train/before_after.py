@@ -19,7 +19,7 @@ from headwright.eval.records import ADAPTATION, facts, read_report
 from headwright.eval.report import write_html
 from headwright.heads.saved import vocab_of
 from headwright.train.run import head_path
-from headwright.train.trials import domain_rows, expected
+from headwright.train.trials import expected
 
 GROUPS = ("domain", "language")
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ def conclude(run: RunConfig, curve: Sequence[dict[str, float]]) -> None:
         "groups": changes(run, str(run.adapt.head)),
         "coverage": coverages(run),
         "cost": cost(run),
-        "curve": with_forecast(run, curve) if curve else None,
+        "curve": with_forecast(curve) if curve else None,
     }
     write_json(run.directory / "adaptation.json", found)
     write_html(run.directory, read_report(run.directory))
@@ -133,16 +133,10 @@ def cost(run: RunConfig) -> Row:
     }
 
 
-def with_forecast(run: RunConfig, curve: Sequence[dict[str, float]]) -> Row:
-    """The curve with the run itself as its last point, and what twice the text would give."""
-    whole = {
-        "part": run.adapt.part,
-        "rows": domain_rows(run, run.adapt.part),
-        "tau": facts(run.directory / "training.json")["best_tau"],
-    }
-    points = [*curve, whole]
-    twice = expected([(point["rows"], point["tau"]) for point in points], 2 * whole["rows"])
-    return {"points": points, "twice": twice}
+def with_forecast(curve: Sequence[dict[str, float]]) -> Row:
+    """The curve, and what twice the text would give."""
+    twice = expected([(point["rows"], point["tau"]) for point in curve], 2 * curve[-1]["rows"])
+    return {"points": list(curve), "twice": twice}
 
 
 def show(found: Row) -> None:

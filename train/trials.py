@@ -3,6 +3,7 @@
 A trial is a run of its own over the same features. What came of it is kept in runs/NAME/trials/, its weights are not.
 """
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,19 +49,24 @@ class Trials:
         return chosen
 
     def curve(self) -> list[dict[str, float]]:
-        """τ of the domain by its loss-bearing rows, with parts of the text; all of it is the run itself."""
+        """τ of the domain by its loss-bearing rows, at the end of trainings with parts of the text; the last is the run's."""
         run, points = self.run, []
         for part in sorted(run.adapt.curve):
             adapt = replace(run.adapt, part=part, curve=[])
             made = self.trial(f"part-{part:g}", replace(run, adapt=adapt))
-            points.append({"part": part, "rows": domain_rows(run, part), "tau": made["best_tau"]})
-        return points
+            points.append({"part": part, "rows": domain_rows(run, part), "tau": made["last"]["tau"]})
+        whole = last_measured(run)["tau"]
+        return (
+            [*points, {"part": run.adapt.part, "rows": domain_rows(run, run.adapt.part), "tau": whole}]
+            if points
+            else []
+        )
 
     def trial(self, label: str, run: RunConfig) -> dict[str, Any]:
         """What came of a training, made once. Raises Stopped."""
         path = self.run.directory / "trials" / f"{label}.json"
         run = replace(run, name=f"{self.run.name}-trial-{label}", features=self.run.features or self.run.name)
-        asked = {key: value for key, value in asdict(run).items() if key in ASKED}
+        asked = json.loads(json.dumps({key: value for key, value in asdict(run).items() if key in ASKED}))
         found = facts(path)
         self.launch.wait()  # nobody writes while another still looks
         if found.get("asked") == asked:
@@ -69,12 +75,16 @@ class Trials:
         if not train(run):
             raise Stopped
         if self.launch.main:
-            last = [record for record in read_metrics(run.directory / "metrics.jsonl") if "tau" in record][-1]
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, facts(run.directory / "training.json") | {"asked": asked, "last": last})
+            write_json(path, facts(run.directory / "training.json") | {"asked": asked, "last": last_measured(run)})
             shutil.rmtree(run.directory)
         self.launch.wait()
         return facts(path)
+
+
+def last_measured(run: RunConfig) -> dict[str, Any]:
+    """What a finished training measured at its end."""
+    return [record for record in read_metrics(run.directory / "metrics.jsonl") if "tau" in record][-1]
 
 
 def choose(found: dict[float, dict[str, Any]]) -> float:
