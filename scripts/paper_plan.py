@@ -1,5 +1,5 @@
-"""The tables of docs/scale.md: memory and time of heads for large targets on machines that are not here, by the formulas of
-train/paper.py.
+"""The tables of docs/scale.md, and of docs/adaptation.md on Russian heads: memory and time of heads for large targets on machines
+that are not here, by the formulas of train/paper.py.
 
 python scripts/paper_plan.py
 """
@@ -25,6 +25,10 @@ MODELS = (
     Model("Llama-3.3-70B", 80, 8192, 8192, 1024, 28672, 128256, 70.6e9, 70.6e9),
     Model("Qwen3-235B-A22B", 94, 4096, 8192, 512, 12288, 151936, 235e9, 22e9),
 )
+QWEN = (Model("Qwen3-8B", 36, 4096, 4096, 1024, 12288, 151936, 8.19e9, 8.19e9), MODELS[1])
+RUSSIAN = Job(
+    documents=55_000, length=768, draft_vocabulary=48_000
+)  # configs/qwen3-8b-russian.yaml and qwen3-32b-russian.yaml
 MACHINES = (Machine("1 × 80 GB", 1), Machine("8 × 80 GB", 8), Machine("8 machines of 8", 64, 8))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -76,8 +80,33 @@ def harvest_row(model: Model, machine: Machine, job: Job) -> list[str]:
     return [model.name, machine.name, answers, f"{hours(max(parts.values()) / 3600)} ({fitting[0].name}; {slowest})"]
 
 
+def adaptation_row(model: Model, machine: Machine) -> list[str]:
+    """Stages of the Russian recipe, and what they take together."""
+    answers = generation_seconds(model, RUSSIAN, machine) / 3600
+    fitting = [place for place in placements(model, machine) if place.bytes < 0.9 * machine.memory]
+    features = max(target_seconds(model, RUSSIAN, machine, fitting[0]).values()) / 3600 if fitting else float("nan")
+    training = offline(model, RUSSIAN, machine).hours["training"]
+    whole = machine.gpus * (answers + features + training)
+    cells = [hours(part) for part in (answers, features, training)]
+    return [
+        model.name,
+        machine.name,
+        *cells,
+        gb(store_bytes(model, RUSSIAN)),
+        "–" if whole != whole else f"{whole:.0f}",
+    ]
+
+
+def show_adaptation() -> None:
+    """What a Russian head would take."""
+    print(f"Russian: {RUSSIAN}\n")
+    rows = [adaptation_row(model, machine) for model in QWEN for machine in MACHINES[:2]]
+    table(["target", "machine", "answers", "features", "training", "store, bf16", "GPU-hours"], rows)
+
+
 def main() -> None:
     """All tables."""
+    show_adaptation()
     job = Job()
     print(f"Job: {job}\n")
     rows = []
