@@ -3,6 +3,7 @@
 It is built from stored token ids, in one pass and a sort: changing it never needs a new harvest.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +19,7 @@ from headwright.data.masks import special_ids
 from headwright.data.scripts import script_of
 from headwright.data.stream import Answers
 
+PLACEHOLDER = re.compile("unused|reserved", re.IGNORECASE)
 Group = tuple[str, str]  # ("source" or "script", its name)
 
 
@@ -167,9 +169,16 @@ def check_quotas(quotas: Mapping[str, float], groups: Mapping[str, Tensor]) -> M
 
 
 def pinned_ids(tokenizer: Any, ends: Sequence[int], size: int, with_bytes: bool) -> list[int]:
-    """Ids that are always kept: ends of text, special tokens, and the pieces that spell single bytes."""
-    pinned = {*ends, *(token for token in special_ids(tokenizer) if token < size)}
+    """Ids that are always kept: ends of text, special tokens that mean something, and the pieces that spell single bytes."""
+    special = special_ids(tokenizer) - placeholders(tokenizer)
+    pinned = {*ends, *(token for token in special if token < size)}
     return sorted(pinned | set(byte_pieces(tokenizer, size))) if with_bytes else sorted(pinned)
+
+
+def placeholders(tokenizer: Any) -> set[int]:
+    """Special tokens that mean nothing yet: Gemma has 6242 (<unused0>, …), Llama 3 has 250 (<|reserved_special_token_0|>, …)."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token for token, entry in added.items() if PLACEHOLDER.search(entry.content)}
 
 
 def byte_pieces(tokenizer: Any, size: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""The tables of docs/scale.md, and of docs/adaptation.md on Russian heads: memory and time of heads for large targets on machines
-that are not here, by the formulas of train/paper.py.
+"""The tables of docs/scale.md, and of docs/adaptation.md on Russian heads: memory and time of heads for large targets on
+machines that are not here, by the formulas of train/paper.py.
 
 python scripts/paper_plan.py
 """

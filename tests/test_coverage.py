@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-from conftest import TAPS, make_tokenizer, tiny_run
+from conftest import SPECIAL, TAPS, make_tokenizer, tiny_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -308,6 +308,21 @@ def test_shares_that_add_up_to_one_are_taken():
     for shares in ([0.5, 0.25, 0.25], [0.33, 0.56, 0.11]):
         groups = {str(number): counts for number in range(len(shares))}
         assert len(build_vocab(counts, 5, [], groups, {str(n): share for n, share in enumerate(shares)})) == 5
+
+
+# Special tokens
+
+
+def test_special_tokens_that_only_keep_a_place_are_not_kept():
+    """Of Gemma there are 6242: more than the vocabulary of a head. One that ends texts is kept in any case."""
+    names = ["<|think|>", "<unused0>", "<unused1>", "<|reserved_special_token_7|>", "[UNUSED3]"]
+    tokenizer = make_tokenizer(special=[*SPECIAL, *names])
+    places = dict(zip(names, tokenizer.convert_tokens_to_ids(names)))
+    size = max(places.values()) + 1
+    kept = set(pinned_ids(tokenizer, [258], size, False))
+    assert places["<|think|>"] in kept
+    assert not kept & {places[name] for name in names[1:]}
+    assert set(pinned_ids(tokenizer, [places["<unused0>"]], size, False)) == kept | {places["<unused0>"]}
 
 
 # Byte pieces
