@@ -176,7 +176,7 @@ def pinned_ids(tokenizer: Any, ends: Sequence[int], size: int, with_bytes: bool)
 
 
 def placeholders(tokenizer: Any) -> set[int]:
-    """Special tokens that mean nothing yet: Gemma has 6242 (<unused0>, …), Llama 3 has 250 (<|reserved_special_token_0|>, …)."""
+    """Special tokens that mean nothing yet: Gemma has 6242 (<unused0>, …), Llama 3 250 (<|reserved_special_token_0|>, …)."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token for token, entry in added.items() if PLACEHOLDER.search(entry.content)}
 

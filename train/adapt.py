@@ -78,12 +78,13 @@ def trained(run: RunConfig, launch: Launch) -> tuple[RunConfig, list[dict[str, f
 
 
 def refuse(run: RunConfig) -> None:
-    """What can only be known from the head, the target and the corpus, before anything is spent. Raises UserError."""
+    """What can only be known from head, target and corpus, before a harvest; the training asks again. Raises UserError."""
+    if run.features is not None or (store_path(run, "train") / MANIFEST).is_file():
+        return
     folder = Path(str(run.adapt.head))
     target = Target.load(run.target, lambda layers: taps_of(folder, layers))
     refuse_vocab(run, load_head(folder, target).vocab)
-    if run.features is None and not (store_path(run, "train") / MANIFEST).is_file():
-        refuse_corpus(run, target.tokenizer)
+    refuse_corpus(run, target.tokenizer)
 
 
 def check_adaptation(run: RunConfig) -> None:
