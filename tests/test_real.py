@@ -20,6 +20,7 @@ from headwright.eval.rollout_tau import replay
 from headwright.heads.draft_tree import TreeShape
 from headwright.heads.export import export_run
 from headwright.heads.saved import load_head
+from headwright.train.adapt import adapt
 from headwright.train.run import train
 
 pytestmark = pytest.mark.slow
@@ -109,3 +110,40 @@ def test_report_and_export(run):
     assert all(entry["lossless"]["greedy_identity"] == 1.0 for entry in report["entries"])
     exported = json.loads((run.directory / "export" / "portable" / "headwright.json").read_text())
     assert exported["read_back"]["equal"] == exported["read_back"]["drafted"] > 0
+
+
+def test_the_head_goes_to_russian(run, tmp_path):
+    """The recipe, small: more Russian can be said and is accepted, the text stays the target's, what was lost is told."""
+    config = load_run(
+        "configs/smollm2-russian.yaml",
+        [
+            f"runs={tmp_path}",
+            f"adapt.head={run.directory / 'head'}",
+            "adapt.budget=1.0",
+            "corpus.sources.0.limit=30",
+            "corpus.sources.2.limit=30",
+            "corpus.held_out=0.2",
+            "answers.max_new_tokens=48",
+            "vocab.size=2560",
+            "eval.prompts=6",
+            "eval.max_new_tokens=24",
+            "eval.timed_prompts=1",
+            "eval.patience=0",
+            "eval.shapes=[{kind: chain, depth: 5}]",
+            "eval.baselines=[]",
+        ],
+    )
+    try:
+        adapt(config)
+    except UserError as error:
+        if "could not fetch" in str(error):
+            pytest.skip(str(error))
+        raise
+    found = json.loads((config.directory / "adaptation.json").read_text(encoding="utf-8"))
+    assert found["coverage"]["Cyrillic"]["before"] < 0.2 < 0.8 < found["coverage"]["Cyrillic"]["after"]
+    groups = {row["group"]: row for row in found["groups"] if row["by"] == "domain"}
+    assert groups["handbook-ru"]["tau"] > groups["handbook-ru"]["tau_base"]
+    assert {"gsm8k", "humaneval"} <= set(groups)
+    assert 1.0 < groups["handbook-ru"]["chars_per_token"] < 2.0  # spelled almost by the letter
+    report = json.loads((config.directory / "report.json").read_text())
+    assert all(entry["lossless"]["greedy_identity"] == 1.0 for entry in report["entries"])
