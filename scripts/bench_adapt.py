@@ -39,11 +39,12 @@ VARIANTS = {
     "LoRA r64": ["train.lora={rank: 64}", "train.lr=2e-3", "adapt.replay=0", WIDE],
     "full": ["adapt.replay=0", WIDE],
     "full, 25 % replay": [],
+    "full, 50 % replay": ["adapt.replay=0.5"],
     "LoRA r16, 25 % replay": ["train.lora={rank: 16}", "train.lr=2e-3"],
     "from scratch": ["adapt.fresh=true", "train.lr=1e-3", WIDE],
 }
 UNTRAINED = ("no change", "vocabulary only")
-NEAR = 0.95  # of the accepted drafts of training from scratch
+NEAR = 0.95  # of the τ of training from scratch
 
 
 @dataclass
@@ -132,12 +133,12 @@ def kept(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
 
 
 def reached(name: str, args: argparse.Namespace) -> float | None:
-    """The share of the steps of training from scratch after which a variant had 95 % of its accepted drafts."""
+    """The share of the steps of training from scratch after which a variant had 95 % of its τ."""
     scratch = facts(run_of("from scratch", args).directory / "training.json")
     path = run_of(name, args).directory / "metrics.jsonl"
     if name in UNTRAINED or not scratch or not path.is_file():
         return None
-    wanted = 1 + NEAR * (scratch["best_tau"] - 1)
+    wanted = NEAR * scratch["best_tau"]
     steps = [record["step"] for record in read_metrics(path) if record.get("tau", 0) >= wanted]
     return steps[0] / scratch["total"] if steps else None
 

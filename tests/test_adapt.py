@@ -148,6 +148,31 @@ def test_no_head_beyond_the_budget_is_kept(base, model_dir, chats, russian, tmp_
     assert json.loads((run.directory / "training.json").read_text(encoding="utf-8"))["best_tau"] == 1.3
 
 
+@pytest.mark.parametrize(
+    ("generals", "words"),
+    [
+        ([2.0, 1.1, 1.1, 1.1], "only the head of before the first step, with its new vocabulary, kept τ 1.800"),
+        ([1.1, 1.1, 1.1, 1.1], "no head kept τ 1.800"),
+        ([2.0, 2.0, 2.0, 2.0], None),
+    ],
+)
+def test_it_is_said_when_no_trained_head_kept_the_budget(
+    base, model_dir, chats, russian, tmp_path, monkeypatch, capsys, generals, words
+):
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    harvest(run)
+    told = iter(zip((1.1, 1.5, 1.6, 1.7), generals))
+    monkeypatch.setattr(
+        "headwright.train.measure.Measure.__call__",
+        lambda self, decoded: dict(zip(("tau", "tau_general"), next(told))),
+    )
+    monkeypatch.setattr("headwright.train.run.floor_of", lambda *_: 1.8)
+    run.train = replace(run.train, evals=3)
+    train(run)
+    said = capsys.readouterr().out
+    assert (words in " ".join(said.split())) if words else "warning: only" not in said
+
+
 @pytest.mark.parametrize("budget", [0.0, 0.25])
 def test_the_floor_is_what_the_budget_leaves_of_the_heads_own_drafts(
     base, model_dir, chats, russian, tmp_path, monkeypatch, budget

@@ -129,6 +129,7 @@ def cost(run: RunConfig) -> Row:
         "training_cpu_seconds": trained.get("cpu_seconds"),
         "trained_parameters": trained.get("trained_parameters"),
         "steps": trained.get("step"),
+        "kept_step": trained.get("best_step"),
         "launch": launch,
     }
 

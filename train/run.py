@@ -391,6 +391,8 @@ def finish(
     if ending == "early":
         say(f"ended early: τ was not better in {state.since_best} measurements (train.patience)")
     show_end(run, lesson, stream, state)
+    if floor is not None:
+        show_kept(run, state, floor)
     write_end(run, lesson, stream, state, floor)
 
 
@@ -410,6 +412,16 @@ def show_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Pro
         f"waiting for checkpoints {duration(state.seconds_saving)}); "
         f"best τ {state.best_tau:.3f} at step {state.best_step}: {head_path(run)}"
     )
+
+
+def show_kept(run: RunConfig, state: Progress, floor: float) -> None:
+    """Where an adaptation kept no head that it trained: none was better for the domain and forgot no more than it may."""
+    if state.best_step <= 0:
+        what = "only the head of before the first step, with its new vocabulary," if state.best_step == 0 else "no head"
+        say(
+            f"warning: {what} kept τ {floor:.3f} on general text (adapt.budget {run.adapt.budget:.0%}): raise adapt.replay or "
+            "train.epochs, lower train.lr, train low-rank updates (train.lora), or raise the budget"
+        )
 
 
 def write_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, floor: float | None) -> None:
