@@ -223,10 +223,12 @@ def test_a_head_and_a_corpus_are_enough(base, russian, tmp_path, capsys, monkeyp
     """The run that made the head says the rest: its corpus becomes the general text."""
     seen = []
     monkeypatch.setattr(adaptation, "adapt", lambda run, dry: seen.append(run))
-    words = ["--head", str(base.directory / "head"), "--corpus", str(russian), "vocab.size=60"]
-    main([*words, f"runs={tmp_path}"])
-    [run] = seen
-    assert (run.name, run.adapt.head, run.vocab.size) == ("tiny-adapted", str(base.directory / "head"), 60)
+    words = ["--head", str(base.directory / "head"), "--corpus", str(russian), f"runs={tmp_path}"]
+    main(words)
+    main([*words, "vocab.size=60"])
+    run, other = seen
+    assert (run.name, run.adapt.head, run.vocab.size) == ("tiny-adapted", str(base.directory / "head"), 48)
+    assert other.vocab.size == 60
     assert [(source.path, source.general) for source in run.corpus.sources] == [
         (str(russian), False),
         (base.corpus.sources[0].path, True),

@@ -154,7 +154,9 @@ def run_of(args: argparse.Namespace) -> RunConfig:
 
 
 def made_for(folder: Path) -> dict[str, Any]:
-    """The run that made a head, as a file for another. Of a head of others nothing is known: the overrides must say it."""
+    """The run that made a head, as a file for another: with room for as many new draft tokens as it has. Of a head of others
+    nothing is known: the overrides must say it.
+    """
     if not folder.is_dir():
         raise UserError(f"--head {folder}: no such directory")
     if is_foreign(folder):
@@ -163,6 +165,9 @@ def made_for(folder: Path) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise UserError(f"{folder}: it does not say which run made it (provenance.json): give --config")
     kept = {key: value for key, value in told.items() if key not in ("head", "features", "adapt")}
+    vocab = told.get("vocab") or {}
+    if vocab.get("size"):
+        kept["vocab"] = vocab | {"size": 2 * vocab["size"]}
     return kept | {"name": f"{told['name']}-adapted", "train": (told.get("train") or {}) | {"warm_start": None}}
 
 
