@@ -24,7 +24,7 @@ from headwright.eval.records import read_report
 from headwright.heads.saved import read_head
 from headwright.train import adapt as adaptation
 from headwright.train.adapt import adapt, check_adaptation, main
-from headwright.train.before_after import conditional
+from headwright.train.before_after import conditional, gain_intervals, gains
 from headwright.train.launch import open_launch
 from headwright.train.run import prepare, train
 from headwright.train.trials import expected
@@ -462,6 +462,9 @@ def test_groups_have_rates_and_characters_of_both_heads(searched):
         timed = [prompt for prompt in mine if "plain_seconds_per_token" in prompt]
         speed = sum(p["characters"] for p in timed) / sum(p["seconds"] for p in timed) if timed else 0
         assert row[f"chars_per_second{suffix}"] == pytest.approx(speed)
+    assert len(row["conditional_gain_ci95"]) == len(row["conditional"]) == 3
+    for low_high, before, after in zip(row["conditional_gain_ci95"], row["conditional_base"], row["conditional"]):
+        assert low_high[0] - 1e-9 <= after - before <= low_high[1] + 1e-9
     letters, tokens = (sum(prompt[key] for prompt in mine) for key in ("characters", "tokens"))
     assert row["chars_per_token"] == pytest.approx(letters / tokens)
 
@@ -470,6 +473,15 @@ def test_conditional_rates():
     """6 cycles, of which 4 accept one draft, and 1 of these two."""
     assert conditional([{"histogram": [1, 2, 1]}, {"histogram": [1, 1, 0]}]) == [4 / 6, 1 / 4]
     assert conditional([{"histogram": [2, 0, 0]}]) == [0.0, 0.0]
+
+
+def test_differences_of_rates_are_paired():
+    """Two prompts that differ alike: no resampling changes the difference."""
+    before, after = {"histogram": [3, 1, 0]}, {"histogram": [1, 2, 1]}
+    pairs = [(before, after)] * 4
+    assert gains(pairs) == [3 / 4 - 1 / 4, 1 / 3]
+    for found, gain in zip(gain_intervals(pairs, 0), gains(pairs)):
+        assert found == pytest.approx([gain, gain])
 
 
 def test_a_training_that_is_stopped_is_not_evaluated(base, model_dir, chats, russian, tmp_path, monkeypatch):

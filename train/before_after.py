@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from headwright.configs import RunConfig
 from headwright.configs.console import table
@@ -14,7 +13,8 @@ from headwright.data.harvest import open_store
 from headwright.data.store import write_json
 from headwright.data.target import TargetSpec, load_tokenizer
 from headwright.data.vocab import grouped
-from headwright.eval.compare import Line, compared, lines_of, speedup
+from headwright.eval.compare import Line, Pair, Row, compared, lines_of, speedup
+from headwright.eval.metrics import bootstrap
 from headwright.eval.records import ADAPTATION, facts, read_report
 from headwright.eval.report import write_html
 from headwright.heads.saved import vocab_of
@@ -22,7 +22,7 @@ from headwright.train.run import head_path
 from headwright.train.trials import expected
 
 GROUPS = ("domain", "language")
-Row = dict[str, Any]
+DRAWS = 400  # of a bootstrap over prompts, for every depth of every group
 
 
 def conclude(run: RunConfig, curve: Sequence[dict[str, float]]) -> None:
@@ -78,10 +78,23 @@ def both(before: Sequence[Row], after: Sequence[Row]) -> Row:
         "speedup_base": speedup(timed) if timed else None,
         "conditional": conditional(after),
         "conditional_base": conditional(before),
+        "conditional_gain_ci95": gain_intervals(list(zip(before, after)), 0),
         "chars_per_second": chars_per_second(after),
         "chars_per_second_base": chars_per_second(before),
         "chars_per_token": sum(row["characters"] for row in after) / max(1, sum(row["tokens"] for row in after)),
     }
+
+
+def gains(pairs: Sequence[Pair]) -> list[float]:
+    """Of each conditional rate, after less before."""
+    before, after = (conditional([pair[side] for pair in pairs]) for side in (0, 1))
+    return [now - then for then, now in zip(before, after)]
+
+
+def gain_intervals(pairs: Sequence[Pair], seed: int) -> list[list[float]]:
+    """Their 95 % bootstrap intervals over prompts."""
+    depth = len(gains(pairs))
+    return [bootstrap(pairs, lambda chosen: gains(chosen)[place], seed, DRAWS) for place in range(depth)]  # noqa: B023
 
 
 def conditional(rows: Sequence[Row]) -> list[float]:
