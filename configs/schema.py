@@ -325,6 +325,7 @@ class PromptSet:
     template: Annotated[str | None, 'how a row becomes a prompt: "Summarize: {article}"'] = None
     prompts: Annotated[int | None, "at most so many, in turn from its domains; default: eval.prompts", Ge(1)] = None
     turns: Annotated[int | None, "at most so many of a conversation's user turns", Ge(1)] = None
+    general: Annotated[bool, "adaptation: traffic that must not be forgotten; held-out: see corpus.sources"] = False
 
 
 @dataclass

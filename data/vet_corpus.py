@@ -25,6 +25,10 @@ def refuse_corpus(run: RunConfig, tokenizer: Any) -> None:
                 f"({run.corpus.held_out:g}), or give it more text"
             )
     if general and not any(document.source in general for document in corpus.held_out):
+        if run.adapt.replay == "search":
+            raise UserError(
+                "adapt.replay search: no general text is held out: nothing would say what is forgotten; raise corpus.held_out"
+            )
         say("no general text is held out: nothing will say what the head forgets (raise corpus.held_out)")
     domain = (document for document in corpus.train if document.source not in general)
     refuse_script(run, list(islice(domain, LOOKED_AT)), tokenizer)

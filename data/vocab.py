@@ -102,7 +102,7 @@ def refuse_vocab(run: RunConfig, start: DraftVocab) -> None:
             f"adapt.vocab {run.adapt.vocab}: {run.adapt.head} can say all {len(start)} tokens of the target: adapt.vocab=keep"
         )
     size = start.target_size if run.vocab.size is None else run.vocab.size
-    if run.adapt.vocab == "extend" and size < len(start):
+    if run.adapt.vocab == "extend" and size <= len(start):
         raise UserError(
             f"vocab.size {size}: {run.adapt.head} has {len(start)} draft tokens already, and adapt.vocab is extend: set it "
             "higher, or adapt.vocab to keep or rebuild"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwright.configs import UserError
+from headwright.configs.console import say
 from headwright.configs.schema import TemplateConfig
 from headwright.data.chat import Renderer
 from headwright.data.corpus import Document, read_corpus
@@ -30,6 +31,8 @@ class Way:
     arguments: dict[str, Any] = field(default_factory=dict)
     file: str | None = None
     raw: bool = False
+    bare: bool = False  # without the chat's system prompt
+    asked: bool = False  # by the user: where it cannot be, that is an error
 
     def ids(self, document: Document, renderer: Renderer) -> list[int]:
         """The prompt of a chat, asked so. Raises ValueError where the template refuses it."""
@@ -38,8 +41,9 @@ class Way:
             text = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "user")
             ids: list[int] = renderer.tokenizer(text)["input_ids"]
             return ids
-        if self.system is not None:
+        if self.system is not None or self.bare:
             turns = [turn for turn in turns if turn["role"] not in ("system", "developer")]
+        if self.system is not None:
             turns = [{"role": "system", "content": self.system}, *turns]
         return self.renderer(renderer).prompt_ids(turns, document.tools)
 
@@ -58,9 +62,10 @@ class Way:
 def ways(asked: Sequence[TemplateConfig], renderer: Renderer) -> list[Way]:
     """As trained, and what is asked for; without that, what servers usually do otherwise."""
     if asked:
-        return [Way(TRAINED), *(Way(way.name, way.system, way.template, way.file) for way in asked)]
+        return [Way(TRAINED), *(Way(way.name, way.system, way.template, way.file, asked=True) for way in asked)]
     found = [
         Way(TRAINED),
+        Way("without the chats' system prompt", bare=True),
         Way("another system prompt", system="You are a careful assistant. Answer briefly."),
         Way("an empty system prompt", system=""),
         Way("no template", raw=True),
@@ -105,7 +110,10 @@ def asked_so(way: Way, pairs: Sequence[tuple[Prompt, Document]], renderer: Rende
     try:
         made = [replace(prompt, ids=way.ids(document, renderer)) for prompt, document in pairs]
     except ValueError as error:
-        raise UserError(f"study template, {way.name}: {error}") from None
+        if way.asked or way.name == TRAINED:
+            raise UserError(f"study template, {way.name}: {error}") from None
+        say(f"left out: {way.name}: {error}")
+        return None
     same = all(now.ids == prompt.ids for now, (prompt, _) in zip(made, pairs))
     return None if same and way.name != TRAINED else made
 

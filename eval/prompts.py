@@ -43,12 +43,13 @@ class Room:
     renderer: Renderer
     context: int
     ends: frozenset[int]
+    system: str | None = None  # before every chat that has none
 
     @classmethod
     def of(cls, run: RunConfig, target: Target) -> "Room":
         """For a run's target."""
         renderer = Renderer(target.tokenizer, options=run.corpus.template)
-        return cls(renderer, target.spec.max_positions, frozenset(target.spec.eos_token_ids))
+        return cls(renderer, target.spec.max_positions, frozenset(target.spec.eos_token_ids), run.corpus.system)
 
     def conversation(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int] | None:
         """The ids of the next turn after these answers. None where there is none, or no room for it."""
@@ -77,7 +78,8 @@ class Room:
         if not getattr(self.renderer.tokenizer, "chat_template", None):
             return []
         try:
-            return self.renderer.prompt_ids([{"role": "user", "content": ""}])
+            before = [{"role": "system", "content": self.system}] if self.system else []
+            return self.renderer.prompt_ids([*before, {"role": "user", "content": ""}])
         except ValueError:
             return []
 

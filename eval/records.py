@@ -8,7 +8,7 @@ from headwright.configs import UserError
 
 SCHEMA = "headwright.acceptance/1"
 STUDY = "headwright.study/1"
-ADAPTATION = "headwright.adaptation/1"
+ADAPTATION = "headwright.adaptation/2"
 
 
 def read_report(path: Path) -> dict[str, Any]:

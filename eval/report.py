@@ -10,7 +10,7 @@ from headwright.configs import UserError
 from headwright.data.store import write_text
 from headwright.eval import plots
 from headwright.eval.calculator import answer, measured
-from headwright.eval.records import STUDY, facts
+from headwright.eval.records import ADAPTATION, STUDY, facts
 
 
 def write_html(directory: Path, report: dict[str, Any]) -> None:
@@ -32,11 +32,17 @@ def write_html(directory: Path, report: dict[str, Any]) -> None:
         provenance=facts(directory / "provenance.json"),
         studies=studies(directory),
         place=directory,
-        adaptation=facts(directory / "adaptation.json"),
+        adaptation=adaptation(directory),
         sure=sure,
         depth_of=lambda groups: max(len(group["conditional"]) for group in groups),
     )
     write_text(directory / "report.html", page)
+
+
+def adaptation(directory: Path) -> dict[str, Any]:
+    """Before and after, where that was measured by this version."""
+    found = facts(directory / "adaptation.json")
+    return found if found.get("schema") == ADAPTATION else {}
 
 
 def sure(found: dict[str, Any]) -> str:

@@ -133,9 +133,11 @@ def add_coverage(diagnosis: Diagnosis, question: Question, facts: Facts | None) 
     """What the head can say of the prompts."""
     if facts is None or question.target is None:
         raise UserError("--prompts are counted in the target's tokens: give --target")
-    if serious(diagnosis.findings[ALL]):
+    try:
+        vocab = read_foreign(diagnosis.directory.path, facts.spec).vocab
+    except UserError as error:  # what is wrong with the weights stands among the findings
+        say(f"the prompts were not counted: {error}")
         return
-    vocab = read_foreign(diagnosis.directory.path, facts.spec).vocab
     diagnosis.covered = sayable(vocab, load_tokenizer(TargetConfig(model=question.target)), question.prompts)
     diagnosis.findings[ALL] += unsaid(vocab, diagnosis.covered)
 

@@ -78,10 +78,10 @@ def heads(args: argparse.Namespace, target: Target) -> Iterator[tuple[str, Draft
     yield "vocabulary only", prepare(base, open_launch(base.train)).head
     for name in args.variants:
         folder = run_of(name, args).directory
-        if (folder / "training.json").is_file():
+        if (folder / "training.json").is_file() and (folder / "head").is_dir():
             yield name, load_head(folder / "head", target)
         else:
-            say(f"{name}: not trained, left out")
+            say(f"{name}: no head of it, left out")
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """A trained head, taken to another domain: what is kept, what is refused before anything is spent, what is told at the end."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import transformers
 from conftest import make_tokenizer, on_two_processes, tiny_run
 
 from headwright.configs import UserError, dump
-from headwright.configs.schema import LoraConfig, Source
+from headwright.configs.schema import LoraConfig, PromptSet, Source
 from headwright.data.batch import Answer
 from headwright.data.corpus import Document
 from headwright.data.coverage import lint
@@ -20,13 +21,15 @@ from headwright.data.harvest import harvest
 from headwright.data.store import read_manifest
 from headwright.data.vet_corpus import refuse_script
 from headwright.data.vocab import DraftVocab, full_vocab
+from headwright.eval.compare import Line
 from headwright.eval.records import read_report
 from headwright.heads.saved import read_head
 from headwright.train import adapt as adaptation
+from headwright.train import before_after
 from headwright.train.adapt import adapt, check_adaptation, main
 from headwright.train.before_after import conditional, gain_intervals, gains
 from headwright.train.launch import open_launch
-from headwright.train.run import prepare, train
+from headwright.train.run import prepare, refuse_split, train
 from headwright.train.trials import expected
 
 RUSSIAN = ("Почему небо голубое?", "Сколько будет два и два?", "Расскажи о море.", "Как испечь хлеб?")
@@ -149,19 +152,32 @@ def test_no_head_beyond_the_budget_is_kept(base, model_dir, chats, russian, tmp_
 
 
 @pytest.mark.parametrize(
-    ("generals", "words"),
+    ("taus", "generals", "words"),
     [
-        ([2.0, 1.1, 1.1, 1.1], "only the head of before the first step, with its new vocabulary, kept τ 1.800"),
-        ([1.1, 1.1, 1.1, 1.1], "no head kept τ 1.800"),
-        ([2.0, 2.0, 2.0, 2.0], None),
+        (
+            (1.1, 1.5, 1.6, 1.7),
+            [2.0, 1.1, 1.1, 1.1],
+            "no trained head kept τ 1.800 on general text (adapt.budget 100%): the",
+        ),
+        (
+            (1.1, 1.5, 1.6, 1.7),
+            [1.1, 1.1, 1.1, 1.1],
+            "no trained head kept τ 1.800 on general text (adapt.budget 100%): no",
+        ),
+        (
+            (1.1, 1.0, 1.0, 1.0),
+            [2.0, 2.0, 2.0, 2.0],
+            "training made nothing better for the domain: the head that is kept",
+        ),
+        ((1.1, 1.5, 1.6, 1.7), [2.0, 2.0, 2.0, 2.0], None),
     ],
 )
 def test_it_is_said_when_no_trained_head_kept_the_budget(
-    base, model_dir, chats, russian, tmp_path, monkeypatch, capsys, generals, words
+    base, model_dir, chats, russian, tmp_path, monkeypatch, capsys, taus, generals, words
 ):
     run = adapted_run(base, model_dir, chats, russian, tmp_path)
     harvest(run)
-    told = iter(zip((1.1, 1.5, 1.6, 1.7), generals))
+    told = iter(zip(taus, generals))
     monkeypatch.setattr(
         "headwright.train.measure.Measure.__call__",
         lambda self, decoded: dict(zip(("tau", "tau_general"), next(told))),
@@ -170,7 +186,7 @@ def test_it_is_said_when_no_trained_head_kept_the_budget(
     run.train = replace(run.train, evals=3)
     train(run)
     said = capsys.readouterr().out
-    assert (words in " ".join(said.split())) if words else "warning: only" not in said
+    assert (words in " ".join(said.split())) if words else "is kept" not in said
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.25])
@@ -413,10 +429,54 @@ def test_an_empty_split_of_the_domain_is_refused_before_the_harvest(
     assert not begun
 
 
+def test_a_store_without_the_domain_held_out_is_refused(base, model_dir, chats, russian, tmp_path):
+    """Also where it was harvested otherwise than by adapt."""
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    harvest(run)
+    run.corpus.sources[0].general = True
+    run.corpus.sources[1].general = False
+    run.corpus.sources[1].name = "renamed"
+    with pytest.raises(UserError, match="no held-out document is of the domain"):
+        refuse_split(replace(run, corpus=replace(run.corpus, sources=run.corpus.sources[:1])), FakeReader(["russian"]))
+    refuse_split(run, FakeReader(["russian", "chats"]))
+
+
+class FakeReader:
+    """Held-out documents by their sources."""
+
+    root = "store"
+
+    def __init__(self, names):
+        self.names = names
+
+    def sources(self):
+        return self.names
+
+
 def test_what_was_harvested_is_not_read_again(adapted, monkeypatch):
     """A corpus that has become features need not be there any more."""
     monkeypatch.setattr(adaptation, "refuse_corpus", lambda *_: pytest.fail("the corpus was read"))
     adaptation.refuse(adapted)
+
+
+def test_general_text_and_domain_of_one_name(base, model_dir, chats, russian, tmp_path):
+    run = adapted_run(base, model_dir, chats, russian, tmp_path)
+    run.corpus.sources = [Source(path=str(russian), name="some"), Source(path=str(chats), name="some", general=True)]
+    with pytest.raises(UserError, match=r"some is the name of general text and of the domain's: .*sources\.0\.name"):
+        check_adaptation(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("adapt:\n", "target.model is empty"), ("corpus: {sources: [foo.jsonl]}\n", r"corpus\.sources\[1\] must be")],
+)
+def test_sections_that_are_empty_or_no_sections(base, russian, tmp_path, capsys, text, words):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"name: some\n{text}", encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main(["--config", str(config), "--head", str(base.directory / "head"), "--corpus", str(russian), "--dry-run"])
+    assert stop.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
 
 
 # Trials, and what is told
@@ -445,7 +505,8 @@ def test_search_and_curve_are_in_the_report(searched):
     assert f"{2 * whole['rows']}, not measured" in page
     assert "What it took:" in page
     made = read_manifest(searched.directory / "features")
-    assert f"{made.response_tokens} response tokens harvested" in page
+    assert f"{made.response_tokens} response tokens, harvested in" in page
+    assert "4 trials in" in page or "3 trials in" in page
 
 
 def test_groups_have_rates_and_characters_of_both_heads(searched):
@@ -467,6 +528,65 @@ def test_groups_have_rates_and_characters_of_both_heads(searched):
         assert low_high[0] - 1e-9 <= after - before <= low_high[1] + 1e-9
     letters, tokens = (sum(prompt[key] for prompt in mine) for key in ("characters", "tokens"))
     assert row["chars_per_token"] == pytest.approx(letters / tokens)
+
+
+def test_what_was_forgotten_is_told_of_all_general_text(searched):
+    """τ - 1 after over before, over the prompts of general sources."""
+    found = json.loads((searched.directory / "adaptation.json").read_text(encoding="utf-8"))
+    entries = read_report(searched.directory)["entries"]
+    taus = []
+    for drafter in (f"eagle3 {searched.adapt.head}", "eagle3"):
+        entry = next(e for e in entries if e["drafter"] == drafter and e["shape"]["name"] == "chain-3")
+        mine = [prompt for prompt in entry["per_prompt"] if prompt["domain"] == "chats"]
+        taus.append(sum(p["emitted"] for p in mine) / sum(p["cycles"] for p in mine))
+    rows = [row for row in found["forgotten"] if row["shape"] == "chain-3"]
+    assert [row["prompts"] for row in rows] == [len(mine)] * (taus[0] > 1)
+    for row in rows:
+        assert row["kept"] == pytest.approx((taus[1] - 1) / (taus[0] - 1))
+        assert f"On {len(mine)} prompts of general text" in (searched.directory / "report.html").read_text(
+            encoding="utf-8"
+        )
+
+
+def line_of_set(name: str, temperature: float, drafter: str, own: bool, emitted: int) -> Line:
+    """One prompt of a set."""
+    row = {"place": "p", "domain": "d", "language": "ru", "cycles": 2, "emitted": emitted, "histogram": [1, 1]}
+    row |= {"characters": 10, "tokens": emitted, "seconds": 1.0, "accepted": emitted - 2}
+    shape = {"name": "chain-1"}
+    entry = {"prompt_set": name, "shape": shape, "temperature": temperature, "drafter": drafter, "per_prompt": [row]}
+    return Line("run", entry, "stack", own)
+
+
+def test_sets_are_pooled_and_temperatures_kept_apart(monkeypatch, base):
+    """Two sets and two temperatures: two pairs of lines, each over the prompts of both sets."""
+    head = str(base.adapt.head)
+    lines = [
+        line_of_set(name, temperature, f"eagle3 {head}" if old else "eagle3", not old, 2 + place + (not old))
+        for place, name in enumerate(("one", "two"))
+        for temperature in (0.0, 0.8)
+        for old in (True, False)
+    ]
+    monkeypatch.setattr(before_after, "lines_of", lambda paths, wanted: lines)
+    sides = before_after.sides_of(base)
+    assert [before_after.named(after) for _, after in sides] == [
+        {"shape": "chain-1", "temperature": 0.0},
+        {"shape": "chain-1", "temperature": 0.8},
+    ]
+    [domain, language] = before_after.changes(*sides[1])
+    assert (domain["by"], domain["group"], language["group"]) == ("domain", "d", "ru")
+    assert (domain["prompts"], language["temperature"]) == (2, 0.8)
+    assert (domain["tau_base"], domain["tau"]) == (5 / 4, 7 / 4)
+    lines[:] = [line_of_set("one", 0.0, f"eagle3 {head}", False, 5), line_of_set("one", 0.0, "eagle3", True, 4)]
+    monkeypatch.setattr(before_after, "general_sources", lambda corpus: {"d"})
+    [row] = before_after.forgotten(base, *before_after.sides_of(base)[0])
+    assert row == {"shape": "chain-1", "temperature": 0.0, "prompts": 1, "kept": 2 / 3, "kept_ci95": [2 / 3, 2 / 3]}
+    other = replace(base, eval=replace(base.eval, sets=[PromptSet("held-out", name="one", general=True)]))
+    monkeypatch.setattr(before_after, "general_sources", lambda corpus: set())
+    assert before_after.forgotten(other, *before_after.sides_of(base)[0]) == [row]
+    assert before_after.forgotten(base, *before_after.sides_of(base)[0]) == []
+    lines.pop()
+    with pytest.raises(UserError, match="both heads in the same shapes"):
+        before_after.sides_of(base)
 
 
 def test_conditional_rates():
@@ -525,5 +645,9 @@ def test_two_processes_adapt_and_one_measures(base, model_dir, chats, russian, t
     assert "a copy of the head on each of 2 processes" in said
     assert "trained. Speed is measured in one process" in said
     assert said.count("trials of replay") == 1
-    assert sorted(path.stem for path in (run.directory / "trials").iterdir()) == ["part-0.5", "replay-0", "replay-0.5"]
+    kept = {path.stem: path.stat().st_mtime_ns for path in (run.directory / "trials").iterdir()}
+    assert sorted(kept) == ["part-0.5", "replay-0", "replay-0.5", "whole"]
     assert not (run.directory / "adaptation.json").exists()
+    main(["--config", str(config)])
+    assert (run.directory / "adaptation.json").is_file()
+    assert {path.stem: path.stat().st_mtime_ns for path in (run.directory / "trials").iterdir()} == kept

@@ -1413,6 +1413,15 @@ def test_prompts_that_the_vocabulary_cannot_say(tmp_path, models):
         diagnose(tmp_path, Question(None, ("vllm",), [said]))
 
 
+def test_prompts_do_not_hide_what_is_wrong(tmp_path, models, capsys):
+    """A head that cannot be read is examined all the same."""
+    folder = broken(GOLDEN / "eagle3", tmp_path / "head", lambda tensors: tensors.update(fc=tensors.pop("fc.weight")))
+    diagnosis = diagnose(folder, Question(str(models / "llama"), ("vllm",), ["one two"]))
+    assert diagnosis.errors("vllm")
+    assert not diagnosis.covered
+    assert "the prompts were not counted" in capsys.readouterr().out
+
+
 def test_what_stood_before_every_prompt_of_the_training_is_told(tmp_path):
     folder = tmp_path / "head"
     shutil.copytree(GOLDEN / "eagle3", folder)

@@ -11,11 +11,12 @@ from headwright.configs.schema import Source, TemplateConfig
 from headwright.data.chat import Renderer
 from headwright.data.corpus import Document
 from headwright.data.harvest import harvest
-from headwright.eval.prompting import TRAINED, Way, chats_of, gain_of, template_rows, template_says, ways
+from headwright.eval.prompting import TRAINED, Way, asked_so, chats_of, gain_of, template_rows, template_says, ways
 from headwright.eval.scene import Scene
 from headwright.train.run import train
 
 CHAT = Document("key", "some", "place", 1, ({"role": "user", "content": "count to 3"},))
+BARE = "without the chats' system prompt"
 THINKS = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
 
@@ -33,6 +34,20 @@ def test_each_way_puts_the_question_as_a_server_would():
     assert said(Way("raw", raw=True)) == "count to 3"
     own = replace(CHAT, messages=({"role": "system", "content": "Be long."}, *CHAT.messages))
     assert said(Way("brief", system="Be brief."), own) == said(Way("brief", system="Be brief."))
+    assert said(Way(BARE, bare=True), own) == trained
+
+
+def test_a_template_that_refuses_a_way(scene, capsys):
+    """What was not asked for is left out; what was, is an error."""
+    pairs, template = (
+        chats_of(scene),
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+    )
+    refusing = Renderer(make_tokenizer(template + CHATML))
+    assert asked_so(Way("empty", system=""), pairs, refusing) is None
+    assert "left out: empty: the chat template refuses" in capsys.readouterr().out
+    with pytest.raises(UserError, match="study template, mine: the chat template refuses"):
+        asked_so(Way("mine", system="", asked=True), pairs, refusing)
 
 
 def test_arguments_are_added_to_those_of_training():
@@ -54,12 +69,12 @@ def test_another_template(tmp_path):
 def test_what_is_tried_without_being_asked():
     """Thinking is switched only where the template knows it."""
     names = [way.name for way in ways([], Renderer(make_tokenizer()))]
-    assert names == [TRAINED, "another system prompt", "an empty system prompt", "no template"]
+    assert names == [TRAINED, BARE, "another system prompt", "an empty system prompt", "no template"]
     assert ways([], Renderer(make_tokenizer(THINKS)))[1] == Way("thinking off", arguments={"enable_thinking": False})
     off = Renderer(make_tokenizer(THINKS), options={"enable_thinking": False})
     assert ways([], off)[1] == Way("thinking on", arguments={"enable_thinking": True})
     asked = [TemplateConfig("mine", system="Be brief.")]
-    assert ways(asked, off) == [Way(TRAINED), Way("mine", system="Be brief.")]
+    assert ways(asked, off) == [Way(TRAINED), Way("mine", system="Be brief.", asked=True)]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import io
 import json
 import zipfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -473,6 +474,13 @@ def test_the_language_of_a_held_out_prompt_is_its_users(room, text, language):
     assert prompt.language == language
     assert room.text(room.own(ids)) == text
     assert described_prompts([prompt], room, PromptSet("held-out", language="ru"))[0].language == "ru"
+
+
+def test_a_system_prompt_of_the_run_says_nothing_of_the_language(room):
+    known = replace(room, system="You are a helpful assistant who answers at length.")
+    ids = room.renderer.prompt_ids([{"role": "system", "content": known.system}, {"role": "user", "content": "Да?"}])
+    [prompt] = described_prompts([Prompt(ids, "some", "place")], known)
+    assert prompt.language == "Cyrillic"
 
 
 def test_the_language_of_plain_text(room):

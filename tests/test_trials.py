@@ -1,7 +1,8 @@
 """Trials beside an adaptation: which share of general text is taken, what more text would give; none is made twice."""
 
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 
 import pytest
 from conftest import tiny_run
@@ -9,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwright.configs import UserError
+from headwright.configs.schema import ShapeConfig, TrackConfig
 from headwright.data.harvest import harvest, open_store
 from headwright.data.replay import replaying, some_of
 from headwright.train import trials
 from headwright.train.launch import open_launch
 from headwright.train.run import train
-from headwright.train.trials import Stopped, Trials, choose, domain_rows, expected
+from headwright.train.trials import Stopped, Trials, asked_of, choose, expected
 
 
 def made(tau: float, general: float, floor: float = 1.5) -> dict:
@@ -29,11 +31,6 @@ def test_the_best_for_the_domain_within_the_budget():
 def test_where_none_keeps_the_budget_the_one_that_forgets_least(capsys):
     assert choose({0.0: made(2.0, 1.2), 0.25: made(1.9, 1.4), 0.5: made(1.8, 1.3)}) == 0.25
     assert "no share of replay kept the budget" in capsys.readouterr().out
-
-
-def test_without_general_text_nothing_can_be_chosen():
-    with pytest.raises(UserError, match="no general text is held out"):
-        choose({0.0: {"last": {"tau": 2.0}, "general_floor": 0.0}})
 
 
 # The learning curve
@@ -122,7 +119,7 @@ def counted(monkeypatch):
 
 
 def test_trials_are_made_once(base, counted, capsys):
-    """They leave what came of them and no weights; another setting makes them anew."""
+    """They leave what came of them and no weights; they are not tracked and do not decode."""
     launch = open_launch(base.train)
     chosen = Trials(base, launch).replay()
     assert chosen in (0.0, 0.5)
@@ -130,29 +127,74 @@ def test_trials_are_made_once(base, counted, capsys):
     assert [run.name for run in counted] == ["adapted-trial-replay-0", "adapted-trial-replay-0.5"]
     assert [run.train.epochs for run in counted] == [1.0, 1.0]
     assert {run.features for run in counted} == {"adapted"}
-    assert not [path for run in counted for path in (run.directory,) if path.exists()]
+    assert {(run.train.track.wandb, run.train.decode.evals) for run in counted} == {("off", 0)}
+    assert not [run for run in counted if run.directory.exists()]
     found = json.loads((base.directory / "trials" / "replay-0.5.json").read_text(encoding="utf-8"))
     assert found["last"]["tau"] >= 1
     assert found["general_floor"] > 0
     assert Trials(base, launch).replay() == chosen
+    wider = replace(base, adapt=replace(base.adapt, shares=[0.0, 0.5], curve=[0.1, 0.2]))
+    spread = replace(wider, train=replace(base.train, track=TrackConfig(wandb="offline"), accumulate=2, processes=2))
+    assert Trials(spread, launch).replay() == chosen
     assert len(counted) == 2
-    Trials(replace(base, seed=base.seed + 1), launch).trial(
-        "replay-0.5", replace(base, adapt=replace(base.adapt, replay=0))
+
+
+def test_another_setting_is_another_trial(base, model_dir, chats, tmp_path):
+    """What the weights depend on: settings, the head's own weights, the text, the depth that is measured."""
+    now = asked_of(base)
+    assert asked_of(replace(base, train=replace(base.train, lr=1e-2))) != now
+    assert asked_of(replace(base, seed=7)) != now
+    assert asked_of(replace(base, adapt=replace(base.adapt, part=0.5))) != now
+    assert asked_of(replace(base, eval=replace(base.eval, shapes=[ShapeConfig(depth=2)]))) != now
+    shutil.copytree(base.adapt.head, tmp_path / "head")
+    other = replace(base, adapt=replace(base.adapt, head=str(tmp_path / "head")))
+    moved = asked_of(other)
+    assert moved["weights"] == now["weights"]
+    (tmp_path / "head" / "model.safetensors").write_bytes(b"others")
+    assert asked_of(other)["weights"] != now["weights"]
+    less = tiny_run(
+        model_dir, chats, tmp_path, corpus=asdict(base.corpus) | {"held_out": 0.5}, answers={"by": "corpus"}
     )
-    assert len(counted) == 3
+    harvest(less)
+    assert asked_of(replace(base, runs=less.runs, name=less.name))["features"] != now["features"]
 
 
 def test_a_curve_has_the_text_that_was_learned(base, counted):
-    run = replace(base, adapt=replace(base.adapt, replay=0.0))
-    train(run)
-    point, whole = Trials(run, open_launch(run.train)).curve()
+    run = replace(base, adapt=replace(base.adapt, replay=0.0, budget=1.0))
+    made = Trials(run, open_launch(run.train)).whole()
+    point, whole = Trials(run, open_launch(run.train)).curve(made)
     features = open_store(run, "train")
     rows = [n for n, source in zip(features.loss_rows(), features.sources()) if source == "other"]
-    assert point["part"] == 0.25
-    assert 0 < point["rows"] < sum(rows) == domain_rows(run, 1.0)
-    assert whole["rows"] == sum(rows)
+    assert (point["part"], whole["part"]) == (0.25, 1.0)
+    assert 0 < point["rows"] < whole["rows"] == sum(rows)
     assert min(point["tau"], whole["tau"]) >= 1
-    assert [run.adapt.part for run in counted] == [0.25]
+    assert [run.adapt.part for run in counted] == [1.0, 0.25]
+    half = replace(run, adapt=replace(run.adapt, part=0.5))
+    parts = [point["part"] for point in Trials(half, open_launch(run.train)).curve(made)]
+    assert parts == [0.125, 0.5]
+
+
+def test_what_is_trained_is_not_trained_again(base, counted):
+    """Nor by another number of processes."""
+    run = replace(base, name="again", features="adapted", adapt=replace(base.adapt, replay=0.0, budget=1.0))
+    made = Trials(run, open_launch(run.train)).whole()
+    spread = replace(run, train=replace(run.train, accumulate=2))
+    assert Trials(spread, open_launch(run.train)).whole() == made
+    assert len(counted) == 1
+
+
+def test_a_run_that_kept_no_head_is_named_before_the_curve(base, monkeypatch):
+    run = replace(base, name="none", features="adapted", adapt=replace(base.adapt, replay=0.0))
+    monkeypatch.setattr("headwright.train.run.floor_of", lambda *_: 99.0)
+    with pytest.raises(UserError, match=r"no head lost less than adapt\.budget"):
+        Trials(run, open_launch(run.train)).whole()
+
+
+def test_a_search_needs_general_text_that_is_held_out(base, counted, monkeypatch):
+    monkeypatch.setattr("headwright.train.trials.general_sources", lambda corpus: {"elsewhere"})
+    with pytest.raises(UserError, match="no general text is held out"):
+        Trials(base, open_launch(base.train)).replay()
+    assert not counted
 
 
 def test_a_trial_that_is_stopped_ends_the_search(base, monkeypatch):

@@ -29,7 +29,6 @@ from headwright.heads.foreign import adopted_from, is_foreign
 from headwright.heads.saved import load_head, read_head, taps_of
 from headwright.train.before_after import conclude
 from headwright.train.launch import Launch, close_launch, open_launch
-from headwright.train.run import head_path, train
 from headwright.train.trials import Stopped, Trials
 
 SECTIONS = ("adapt", "vocab", "train")
@@ -47,7 +46,9 @@ def adapt(run: RunConfig, dry_run: bool = False) -> None:
         check_offline(run)
         return
     launch = open_launch(run.train)
-    refuse(run)
+    if launch.main:
+        refuse(run)
+    launch.wait()
     if run.features is None:
         harvest(run)
         launch.wait()
@@ -59,11 +60,6 @@ def adapt(run: RunConfig, dry_run: bool = False) -> None:
         if launch.main:
             say("trained. Speed is measured in one process: headwright adapt with the same config, without a launcher")
         return
-    if not (head_path(run) / "head.json").is_file():
-        raise UserError(
-            f"{run.directory}: no head lost less than adapt.budget ({run.adapt.budget:.0%}) of its accepted drafts on general "
-            "text: raise adapt.replay or adapt.budget, or give it more general text"
-        )
     evaluate(replace(run, eval=replace(run.eval, heads=[*run.eval.heads, str(run.adapt.head)])))
     conclude(run, curve)
 
@@ -72,9 +68,8 @@ def trained(run: RunConfig, launch: Launch) -> tuple[RunConfig, list[dict[str, f
     """Train it, after what must be found out first; the run with what was found, and its learning curve. Raises Stopped."""
     if run.adapt.replay == "search":
         run = replace(run, adapt=replace(run.adapt, replay=Trials(run, launch).replay()))
-    if not train(run):
-        raise Stopped
-    return run, Trials(run, launch).curve()
+    trials = Trials(run, launch)
+    return run, trials.curve(trials.whole())
 
 
 def refuse(run: RunConfig) -> None:
@@ -99,6 +94,12 @@ def check_adaptation(run: RunConfig) -> None:
     if run.train.warm_start:
         raise UserError("adapt.head and train.warm_start both name a head to start from: leave train.warm_start empty")
     names = general_sources(run.corpus)
+    both = names & {label(source) for source in run.corpus.sources if not source.general}
+    if both:
+        raise UserError(
+            f"corpus.sources: {', '.join(sorted(both))} is the name of general text and of the domain's: give one a name "
+            "(corpus.sources.0.name=…)"
+        )
     if run.corpus.sources and all(label(source) in names for source in run.corpus.sources):
         raise UserError(
             "corpus.sources: all are general: the domain's text is missing (a source without general: true)"
@@ -140,7 +141,7 @@ def run_of(args: argparse.Namespace) -> RunConfig:
         raise UserError("give --config FILE with adapt.head in it, or --head DIR and --corpus PATH")
     raw = read_yaml(Path(args.config)) if args.config else made_for(Path(args.head))
     if args.head:
-        raw.setdefault("adapt", {})["head"] = args.head
+        raw["adapt"] = (raw.get("adapt") or {}) | {"head": args.head}
     if args.corpus:
         raw["corpus"] = with_domain(raw.get("corpus") or {}, args.corpus)
     for override in args.overrides:
@@ -173,7 +174,9 @@ def made_for(folder: Path) -> dict[str, Any]:
 
 def with_domain(corpus: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """A corpus whose own sources are the general text beside the domain's."""
-    general = [source | {"general": True} for source in corpus.get("sources") or []]
+    general = [
+        {**source, "general": True} if isinstance(source, dict) else source for source in corpus.get("sources") or []
+    ]
     return corpus | {"sources": [*({"path": path} for path in paths), *general]}
 
 

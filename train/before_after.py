@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from headwright.configs import RunConfig
-from headwright.configs.console import table
+from headwright.configs import RunConfig, UserError
+from headwright.configs.console import say, table
 from headwright.data.corpus import general_sources
 from headwright.data.coverage import cover
 from headwright.data.harvest import open_store
 from headwright.data.store import write_json
 from headwright.data.target import TargetSpec, load_tokenizer
 from headwright.data.vocab import grouped
-from headwright.eval.compare import Line, Pair, Row, compared, lines_of, speedup
+from headwright.eval.compare import Line, Pair, Row, compared, lines_of, pairs_of, speedup, tau
 from headwright.eval.metrics import bootstrap
+from headwright.eval.prompts import label
 from headwright.eval.records import ADAPTATION, facts, read_report
 from headwright.eval.report import write_html
 from headwright.heads.saved import vocab_of
@@ -23,17 +24,20 @@ from headwright.train.trials import expected
 
 GROUPS = ("domain", "language")
 DRAWS = 400  # of a bootstrap over prompts, for every depth of every group
+COSTS = ("seconds", "cpu_seconds")
 
 
 def conclude(run: RunConfig, curve: Sequence[dict[str, float]]) -> None:
     """adaptation.json, its place in the report, and the table. curve: τ with parts of the domain's text."""
+    sides = sides_of(run)
     found = {
         "schema": ADAPTATION,
         "head": str(run.adapt.head),
         "adapt": asdict(run.adapt),
         "lora": asdict(run.train.lora) if run.train.lora else None,
         "general": sorted(general_sources(run.corpus)),
-        "groups": changes(run, str(run.adapt.head)),
+        "groups": [row for before, after in sides for row in changes(before, after)],
+        "forgotten": [row for before, after in sides for row in forgotten(run, before, after)],
         "coverage": coverages(run),
         "cost": cost(run),
         "curve": with_forecast(curve) if curve else None,
@@ -43,26 +47,52 @@ def conclude(run: RunConfig, curve: Sequence[dict[str, float]]) -> None:
     show(found)
 
 
-def changes(run: RunConfig, before: str) -> list[Row]:
-    """The adapted head against the head as it was, by domain and by language, paired over prompts."""
+# Both heads, over the same prompts
+
+
+def sides_of(run: RunConfig) -> list[tuple[Line, Line]]:
+    """The head as it was and as it is, in each shape and at each temperature, over the prompts of all sets."""
     lines = lines_of([run.directory], lambda entry: True)
+    before = [line for line in lines if line.entry["drafter"].endswith(f" {run.adapt.head}")]
+    after = [line for line in lines if line.head]
+    if [setting(line) for line in before] != [setting(line) for line in after]:
+        raise UserError(f"{run.directory}: the report does not have both heads in the same shapes: remove report.json")
+    kinds = dict.fromkeys(setting(line)[1:] for line in after)
+    return [(pooled(before, kind), pooled(after, kind)) for kind in kinds]
+
+
+def setting(line: Line) -> tuple[str, str, float]:
+    """Prompt set, shape and temperature."""
+    entry = line.entry
+    return entry["prompt_set"], entry["shape"]["name"], entry["temperature"]
+
+
+def pooled(lines: Sequence[Line], kind: tuple[str, float]) -> Line:
+    """The lines of a shape and a temperature as one, over the prompts of all sets."""
+    mine = [line for line in lines if setting(line)[1:] == kind]
+    rows = [
+        row | {"place": f"{line.entry['prompt_set']}: {row['place']}"}
+        for line in mine
+        for row in line.entry["per_prompt"]
+    ]
+    return replace(mine[0], entry=mine[0].entry | {"per_prompt": rows})
+
+
+def changes(before: Line, after: Line) -> list[Row]:
+    """By domain and by language, paired over prompts."""
     rows = []
-    for after in (line for line in lines if line.head):
-        base = next(line for line in lines if alike(line, after, before))
-        for kind in GROUPS:
-            for name in dict.fromkeys(row[kind] for row in after.entry["per_prompt"]):
-                first, second = (part(line, lambda row: row[kind] == name) for line in (base, after))  # noqa: B023
-                named = {"by": kind, "group": name, "shape": after.entry["shape"]["name"]}
-                details = both(first.entry["per_prompt"], second.entry["per_prompt"])
-                rows.append(named | compared(first, second) | details)
+    for kind in GROUPS:
+        for name in dict.fromkeys(row[kind] for row in after.entry["per_prompt"]):
+            sides = [part(line, lambda row: row[kind] == name) for line in (before, after)]  # noqa: B023
+            first, second = sides
+            rows.append(named(after) | {"by": kind, "group": name} | compared(first, second) | both(first, second))
     return rows
 
 
-def alike(line: Line, after: Line, before: str) -> bool:
-    """Whether it is the head as it was, measured as `after` was."""
-    keys = ("prompt_set", "temperature")
-    same = all(line.entry[key] == after.entry[key] for key in keys) and line.entry["shape"] == after.entry["shape"]
-    return same and line.entry["drafter"].endswith(f" {before}")
+def named(line: Line) -> Row:
+    """What a row is of."""
+    _, shape, temperature = setting(line)
+    return {"shape": shape, "temperature": temperature}
 
 
 def part(line: Line, wanted: Callable[[Row], bool]) -> Line:
@@ -71,8 +101,9 @@ def part(line: Line, wanted: Callable[[Row], bool]) -> Line:
     return replace(line, entry=line.entry | {"per_prompt": rows})
 
 
-def both(before: Sequence[Row], after: Sequence[Row]) -> Row:
+def both(first: Line, second: Line) -> Row:
     """What the comparison of τ does not say, of either side."""
+    before, after = first.entry["per_prompt"], second.entry["per_prompt"]
     timed = [row for row in before if "plain_seconds_per_token" in row]
     return {
         "speedup_base": speedup(timed) if timed else None,
@@ -110,6 +141,28 @@ def chars_per_second(rows: Sequence[Row]) -> float:
     return sum(row["characters"] for row in timed) / max(sum(row["seconds"] for row in timed), 1e-9)
 
 
+def forgotten(run: RunConfig, before: Line, after: Line) -> list[Row]:
+    """What is kept of the accepted drafts on general text, all of it together."""
+    names = general_sources(run.corpus) | {label(wanted) for wanted in run.eval.sets if wanted.general}
+
+    def general(row: Row) -> bool:
+        return bool(names & {row["domain"], row["place"].split(": ")[0]})
+
+    pairs = pairs_of(part(before, general), part(after, general))
+    if not pairs or tau([pair[0] for pair in pairs]) <= 1:  # nothing there, or nothing to forget
+        return []
+    return [named(after) | {"prompts": len(pairs), "kept": kept(pairs), "kept_ci95": bootstrap(pairs, kept, run.seed)}]
+
+
+def kept(pairs: Sequence[Pair]) -> float:
+    """τ - 1 after over τ - 1 before."""
+    first, second = (tau([pair[side] for pair in pairs]) - 1 for side in (0, 1))
+    return second / first if first > 0 else float("nan")
+
+
+# Besides
+
+
 def coverages(run: RunConfig) -> dict[str, dict[str, float]]:
     """How much of the held-out answers both vocabularies can say, by source and by script."""
     held_out, tokenizer = open_store(run, "held-out"), load_tokenizer(run.target)
@@ -129,38 +182,67 @@ def coverages(run: RunConfig) -> dict[str, dict[str, float]]:
 
 
 def cost(run: RunConfig) -> Row:
-    """Seconds, tokens and bytes."""
-    made, trained = open_store(run, "train").manifest, facts(run.directory / "training.json")
-    launch = facts(run.directory / "provenance.json").get("strategy")
+    """Seconds, tokens and bytes. CPU time is that of the main process."""
+    trained, made = facts(run.directory / "training.json"), facts(run.directory / "provenance.json")
+    store = open_store(run, "train").manifest if run.harvest.features == "stored" else None
+    trials = [facts(path) for path in sorted((run.directory / "trials").glob("*.json")) if path.stem != "whole"]
     return {
-        "tokens": made.tokens,
-        "response_tokens": made.response_tokens,
-        "feature_bytes": made.bytes,
+        "response_tokens": trained.get("response_tokens"),
+        "harvest_seconds": store.seconds if store else None,
+        "feature_bytes": store.bytes if store else None,
         "run_bytes": sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file()),
-        "harvest_seconds": made.seconds,
-        "training_seconds": trained.get("seconds"),
-        "training_cpu_seconds": trained.get("cpu_seconds"),
+        **{f"training_{key}": trained.get(key) for key in COSTS},
+        **{f"trials_{key}": sum(one.get(key, 0.0) for one in trials) for key in COSTS},
+        "trials": len(trials),
+        "processes": made.get("processes"),
+        "device": made.get("device"),
         "trained_parameters": trained.get("trained_parameters"),
         "steps": trained.get("step"),
         "kept_step": trained.get("best_step"),
-        "launch": launch,
     }
 
 
 def with_forecast(curve: Sequence[dict[str, float]]) -> Row:
-    """The curve, and what twice the text would give."""
-    twice = expected([(point["rows"], point["tau"]) for point in curve], 2 * curve[-1]["rows"])
-    return {"points": list(curve), "twice": twice}
+    """The curve, and what twice the text would give; beside it what the same would have foretold of its last point."""
+    points = [(point["rows"], point["tau"]) for point in curve]
+    return {
+        "points": list(curve),
+        "twice": expected(points, 2 * points[-1][0]),
+        "last_foretold": expected(points[:-1], points[-1][0]),
+    }
+
+
+# Showing
 
 
 def show(found: Row) -> None:
     """The table at the end."""
     columns = ("", "shape", "prompts", "τ before", "τ after", "gain [95 %]", "p", "speed ÷ before", "characters/s")
     table(f"{found['head']} before and after", columns, [line_of(row) for row in found["groups"]])
+    for row in found["forgotten"]:
+        low, high = row["kept_ci95"]
+        say(
+            f"general text, {shape_of(row)}: {row['kept']:.1%} [{low:.1%}, {high:.1%}] of the accepted drafts are kept "
+            f"({row['prompts']} prompts; budget: {1 - found['adapt']['budget']:.0%} on all held-out answers)"
+        )
     if found["curve"]:
-        points = [(point["rows"], f"{point['tau']:.3f}") for point in found["curve"]["points"]]
-        twice = (f"{2 * points[-1][0]:.0f} (expected)", f"about {found['curve']['twice']:.3f}")
-        table("τ by text, domain", ("loss-bearing rows", "τ"), [*points, twice])
+        show_curve(found["curve"])
+
+
+def show_curve(curve: Row) -> None:
+    """The learning curve."""
+    points = [(point["rows"], f"{point['tau']:.3f}") for point in curve["points"]]
+    twice = (f"{2 * points[-1][0]} (expected)", f"about {curve['twice']:.2f}")
+    table("τ by text, domain", ("loss-bearing rows", "τ"), [*points, twice])
+    if curve["last_foretold"] is not None:
+        say(
+            f"the last but all points foretell τ {curve['last_foretold']:.2f} for the last: {points[-1][1]} was measured"
+        )
+
+
+def shape_of(row: Row) -> str:
+    """With the temperature, where there is one."""
+    return f"{row['shape']} T={row['temperature']:g}" if row["temperature"] else str(row["shape"])
 
 
 def line_of(row: Row) -> tuple[object, ...]:
@@ -168,7 +250,7 @@ def line_of(row: Row) -> tuple[object, ...]:
     low, high = row["tau_gain_ci95"]
     return (
         row["group"],
-        row["shape"],
+        shape_of(row),
         row["prompts"],
         f"{row['tau_base']:.2f}",
         f"{row['tau']:.2f}",

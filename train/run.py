@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from headwright.data.harvest import (
 from headwright.data.live import HybridDocuments, LiveDocuments, Texts
 from headwright.data.packing import Long, plan_epoch
 from headwright.data.placing import check_sharing
-from headwright.data.replay import Choice, replaying
+from headwright.data.replay import Choice, replaying, some_of
 from headwright.data.store import FeatureReader, write_json
 from headwright.data.stream import Documents, FeatureStream
 from headwright.data.target import Target
@@ -107,9 +107,10 @@ def train(run: RunConfig, dry_run: bool = False) -> bool:
     if dry_run:
         check_offline(run)
         return True
-    if run.train.lora and not (run.adapt.head or run.train.warm_start):
+    if run.train.lora and (run.adapt.fresh or not (run.adapt.head or run.train.warm_start)):
         raise UserError(
-            "train.lora: low-rank updates are of a head that is there: name it as adapt.head or train.warm_start"
+            "train.lora: low-rank updates are of a head that is there: name it as adapt.head or train.warm_start, without "
+            "adapt.fresh"
         )
     launch = open_launch(run.train)
     refuse_optimizer(run.train, launch.strategy, launch.device)
@@ -168,6 +169,7 @@ def prepare(run: RunConfig, launch: Launch) -> Prepared:
     features = open_features(run, target)
     for side in (features, held_out):
         refuse_other_store(side, target)
+    refuse_split(run, held_out)
     vocab = draft_vocab(run, features, target)
     tokens = torch.cat(list(held_out.response_tokens()))
     covered = coverage(vocab, count_tokens([tokens], target.spec.vocab_size))
@@ -203,7 +205,7 @@ def draft_vocab(run: RunConfig, features: Documents, target: Target) -> DraftVoc
 
 def floor_of(run: RunConfig, lesson: Prepared, measure: Measure) -> float | None:
     """The τ on general text that a head must keep: of the accepted drafts of the head that is adapted, all but the budget."""
-    if not run.adapt.head:
+    if not run.adapt.head or run.adapt.fresh:
         return None
     general = measure.documents(general=True)
     if not general:
@@ -276,6 +278,15 @@ def refuse_other_store(features: Documents, target: Target) -> None:
         raise UserError(
             f"{features.root}: its taps are {list(features.manifest.taps)}, those of the held-out side {list(target.taps)}: "
             "harvest both sides alike"
+        )
+
+
+def refuse_split(run: RunConfig, held_out: Documents) -> None:
+    """An adaptation is judged by held-out text of its domain."""
+    if run.adapt.head and set(held_out.sources()) <= general_sources(run.corpus):
+        raise UserError(
+            f"{held_out.root}: no held-out document is of the domain (a source without general: true): raise corpus.held_out, "
+            "or give it more text, and harvest again"
         )
 
 
@@ -416,12 +427,17 @@ def show_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Pro
 
 def show_kept(run: RunConfig, state: Progress, floor: float) -> None:
     """Where an adaptation kept no head that it trained: none was better for the domain and forgot no more than it may."""
-    if state.best_step <= 0:
-        what = "only the head of before the first step, with its new vocabulary," if state.best_step == 0 else "no head"
-        say(
-            f"warning: {what} kept τ {floor:.3f} on general text (adapt.budget {run.adapt.budget:.0%}): raise adapt.replay or "
-            "train.epochs, lower train.lr, train low-rank updates (train.lora), or raise the budget"
-        )
+    if state.best_step > 0:
+        return
+    records = [record for record in read_metrics(run.directory / "metrics.jsonl") if "tau_general" in record]
+    kept = "the head that is kept is the one of before the first step" if state.best_step == 0 else "no head is kept"
+    if any(record["tau_general"] >= floor for record in records if record["step"] > 0) or not records:
+        say(f"warning: training made nothing better for the domain: {kept}. Try another train.lr, or more text")
+        return
+    say(
+        f"warning: no trained head kept τ {floor:.3f} on general text (adapt.budget {run.adapt.budget:.0%}): {kept}. Raise "
+        "adapt.replay or train.epochs, lower train.lr, train low-rank updates (train.lora), or raise the budget"
+    )
 
 
 def write_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Progress, floor: float | None) -> None:
@@ -434,8 +450,16 @@ def write_end(run: RunConfig, lesson: Prepared, stream: FeatureStream, state: Pr
         "trained_parameters": trained_parameters(lesson.head),
         "peak_memory": peak_memory(),
         "general_floor": floor,
+        "domain_rows": domain_rows(run, lesson.features, stream.rows) if run.adapt.head else None,
     }
     write_json(run.directory / "training.json", kept | found)
+
+
+def domain_rows(run: RunConfig, features: Documents, rows: Sequence[int]) -> int:
+    """Loss-bearing rows of the domain's text that is learned."""
+    names = general_sources(run.corpus)
+    domain = [document for document, source in enumerate(features.sources()) if source not in names]
+    return sum(rows[document] for document in some_of(domain, run.adapt.part, run.seed))
 
 
 def trained_parameters(head: DraftHead) -> int:
