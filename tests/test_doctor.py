@@ -1415,7 +1415,7 @@ def test_prompts_that_the_vocabulary_cannot_say(tmp_path, models):
 
 def test_prompts_do_not_hide_what_is_wrong(tmp_path, models, capsys):
     """A head that cannot be read is examined all the same."""
-    folder = broken(GOLDEN / "eagle3", tmp_path / "head", lambda tensors: tensors.update(fc=tensors.pop("fc.weight")))
+    folder = broken(GOLDEN / "eagle3", tmp_path / "head", lambda _, tensors: tensors.pop("fc.weight"))
     diagnosis = diagnose(folder, Question(str(models / "llama"), ("vllm",), ["one two"]))
     assert diagnosis.errors("vllm")
     assert not diagnosis.covered
