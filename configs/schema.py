@@ -194,6 +194,10 @@ class LoraConfig:
     modules: Annotated[list[str], "names or patterns of the matrices that are adapted", MinLen(1)] = field(
         default_factory=lambda: ["*"]
     )
+    new_rows: Annotated[
+        bool,
+        "adaptation: train the lm_head's rows of draft tokens that the head did not know in full, whatever the rank",
+    ] = True
 
 
 @dataclass

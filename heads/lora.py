@@ -1,4 +1,5 @@
-"""LoRA on a head's own matrices (arXiv 2106.09685): W + (α / r) · B A, where only A and B are trained.
+"""LoRA on a head's own matrices (arXiv 2106.09685): W + (α / r) · B A, where only A and B are trained; and, of an lm_head
+whose draft vocabulary was extended, the new rows.
 
 A rollout reads weights, not modules (half of q_proj is applied at a time, down_proj inside a fused function), which hooks on
 modules would miss. So the update is a parametrization of the weight itself, and every reader sees the sum. Saved adapters are
@@ -32,19 +33,30 @@ INSIDE = "parametrizations.weight"
 
 
 class LowRank(nn.Module):
-    """The update of one matrix [O, I]. B begins at zero, so that the adapted head begins as it was."""
+    """The update of one matrix [O, I]. B begins at zero, so that the adapted head begins as it was. rows_N: rows of the matrix
+    that are new, for which an update of the rest says nothing: they are trained in full, as differences C [N, I].
+    """
 
-    def __init__(self, weight_OI: Tensor, rank: int, scale: float):
+    def __init__(self, weight_OI: Tensor, rank: int, scale: float, rows_N: Tensor | None = None):
         super().__init__()
         outputs, inputs = weight_OI.shape
         self.A = nn.Parameter(weight_OI.new_empty(rank, inputs))
         self.B = nn.Parameter(weight_OI.new_zeros(outputs, rank))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = scale
+        self.C = None if rows_N is None else nn.Parameter(weight_OI.new_zeros(len(rows_N), inputs))
+        self.register_buffer("rows", rows_N, persistent=False)
 
     def forward(self, weight_OI: Tensor) -> Tensor:
         """The matrix with its update."""
-        return torch.addmm(weight_OI, self.B, self.A, alpha=self.scale)
+        return self.updated(weight_OI, self.A, self.B, self.C)
+
+    def updated(self, weight_OI: Tensor, side_a: Tensor, side_b: Tensor, rows_NI: Tensor | None) -> Tensor:
+        """The same, of given numbers."""
+        whole_OI = torch.addmm(weight_OI, side_b, side_a, alpha=self.scale)
+        if rows_NI is None:
+            return whole_OI
+        return whole_OI.index_add(0, self.get_buffer("rows").to(whole_OI.device), rows_NI)
 
 
 def matrices(head: nn.Module, patterns: list[str]) -> list[str]:
@@ -68,8 +80,10 @@ def fits(name: str, pattern: str) -> bool:
     return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.rpartition(".")[2], pattern)
 
 
-def adapt(head: DraftHead, config: LoraConfig) -> None:
-    """Freeze a head and put an update on each of its chosen matrices."""
+def adapt(head: DraftHead, config: LoraConfig, new_N: Tensor | None = None) -> None:
+    """Freeze a head and put an update on each of its chosen matrices. new_N: draft tokens that it did not know before; their
+    rows of its lm_heads are trained in full, where these are among the matrices.
+    """
     names = matrices(head, config.modules)
     head.requires_grad_(False)
     scale = (config.alpha or 2 * config.rank) / config.rank
@@ -77,7 +91,8 @@ def adapt(head: DraftHead, config: LoraConfig) -> None:
         weight = head.get_parameter(f"{name}.weight")
         if config.rank > min(weight.shape):
             raise UserError(f"train.lora.rank {config.rank}: {name} is a matrix of rank {min(weight.shape)} at most")
-        update = LowRank(weight.detach(), config.rank, scale)
+        new = new_N if new_N is not None and "lm_head" in name and len(weight) == len(head.vocab) else None
+        update = LowRank(weight.detach(), config.rank, scale, new)
         parametrize.register_parametrization(head.get_submodule(name), "weight", update)
 
 
@@ -91,8 +106,8 @@ def merged(head: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An adapted head's state under the names of a plain one, with the updates in it. `weights`: its state as it is."""
     found = {name: value for name, value in weights.items() if f".{INSIDE}." not in name}
     for name, update in updates(head).items():
-        own = {key: weights[f"{name}.{INSIDE}.{key}"] for key in ("original", "0.A", "0.B")}
-        found[f"{name}.weight"] = torch.addmm(own["original"], own["0.B"], own["0.A"], alpha=update.scale)
+        own = [weights.get(f"{name}.{INSIDE}.{key}") for key in ("original", "0.A", "0.B", "0.C")]
+        found[f"{name}.weight"] = update.updated(*own)  # type: ignore[arg-type]
     return found
 
 

@@ -37,6 +37,8 @@ WIDE = "adapt.budget=1.0"  # what is kept is the best for the domain, whatever i
 VARIANTS = {
     "LoRA r16": ["train.lora={rank: 16}", "train.lr=2e-3", "adapt.replay=0", WIDE],
     "LoRA r64": ["train.lora={rank: 64}", "train.lr=2e-3", "adapt.replay=0", WIDE],
+    "LoRA r32": ["train.lora={rank: 32}", "train.lr=2e-3", "adapt.replay=0", WIDE],
+    "LoRA r16, no new rows": ["train.lora={rank: 16, new_rows: false}", "train.lr=2e-3", "adapt.replay=0", WIDE],
     "full": ["adapt.replay=0", WIDE],
     "full, 25 % replay": [],
     "full, 50 % replay": ["adapt.replay=0.5"],

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from headwright.configs import UserError
 from headwright.configs.schema import LoraConfig
 from headwright.data.batch import pack
 from headwright.data.store import FeatureReader
+from headwright.data.vocab import DraftVocab
 from headwright.heads.lora import Adapters, adapt, fingerprint, matrices, merged, save_adapter, updates
 from headwright.heads.saved import load_head, read_head, save_head
-from headwright.train.run import train
+from headwright.train.run import new_tokens, train
 
 MATRICES = {"fc", "lm_head", *(f"midlayer.self_attn.{part}_proj" for part in "qkvo")} | {
     f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down")
@@ -207,3 +209,45 @@ def test_updates_need_a_head_to_start_from(base, model_dir, chats, tmp_path):
     run.adapt.head = None
     with pytest.raises(UserError, match=r"train\.lora: low-rank updates are of a head that is there"):
         train(run)
+
+
+def test_new_rows_are_trained_in_full_and_merged(target, batch):
+    """Beside the updates: at the start they change nothing; later the head is the merged one; old rows move by rank alone."""
+    plain, head = make_tiny_head(target), make_tiny_head(target)
+    head.load_state_dict(plain.state_dict())
+    new = torch.tensor([1, 4, 6])
+    adapt(head, LoraConfig(rank=1), new)
+    sizes = {name: weight.shape for name, weight in head.named_parameters() if name.endswith(".C")}
+    assert list(sizes) == ["lm_head.parametrizations.weight.0.C"]
+    assert sizes["lm_head.parametrizations.weight.0.C"] == (3, head.lm_head.weight.shape[1])
+    assert torch.equal(head.lm_head.weight, plain.lm_head.weight)
+    head.loss(batch, target).total.backward()
+    part = head.lm_head.parametrizations.weight[0]
+    assert part.C.grad.abs().sum() > 0
+    with torch.no_grad():
+        for weight in (part.A, part.B, part.C):
+            weight.normal_(generator=torch.Generator().manual_seed(0))
+    found = merged(head, head.state_dict())
+    assert found.keys() == plain.state_dict().keys()
+    torch.testing.assert_close(found["lm_head.weight"], head.lm_head.weight.detach())
+    change = found["lm_head.weight"] - plain.lm_head.weight.detach()
+    old = [row for row in range(len(change)) if row not in new.tolist()]
+    assert torch.linalg.matrix_rank(change[old], tol=1e-4) == 1
+    expected = 2 * part.B[new] @ part.A + part.C
+    torch.testing.assert_close(change[new], expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_which_rows_are_new(base, model_dir, chats, tmp_path):
+    """Those of draft tokens that the head which is adapted does not have; none where its vocabulary is kept."""
+    saved = read_head(base / "head")
+    head = SimpleNamespace(spec=saved.spec, vocab=DraftVocab(torch.arange(100, 160), 272))
+    known = set(saved.vocab.ids_W.tolist())
+    run = tiny_run(model_dir, chats, tmp_path, adapt={"head": str(base / "head")})
+    assert new_tokens(run, head) is None
+    run.train.lora = LoraConfig()
+    assert new_tokens(run, head).tolist() == [place for place in range(60) if 100 + place not in known]
+    head.vocab = DraftVocab(torch.tensor(sorted(known)), 272)
+    assert new_tokens(run, head) is None
+    head.vocab = DraftVocab(torch.arange(100, 160), 272)
+    run.train.lora.new_rows = False
+    assert new_tokens(run, head) is None

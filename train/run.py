@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwright.configs import RunConfig, UserError, dump
 from headwright.configs.command import run_stage
@@ -187,11 +188,20 @@ def prepare(run: RunConfig, launch: Launch) -> Prepared:
         warmed = warm_start(head, Path(run.adapt.head), whole=True)
     base = fingerprint(head.state_dict()) if run.train.lora and run.adapt.vocab == "keep" else ""
     if run.train.lora:
-        adapt(head, run.train.lora)
+        adapt(head, run.train.lora, new_tokens(run, head))
     head.engine = Engine(run.train.recompute, run.train.loss_mib)
     switch(run.train.compile, launch.device)
     by_chance = chance(tokens, vocab.ids_W)
     return Prepared(target, features, held_out, head, covered, by_chance, warmed, warnings, base)
+
+
+def new_tokens(run: RunConfig, head: DraftHead) -> Tensor | None:
+    """Draft tokens that the head which is adapted did not know; None where their rows are not trained apart."""
+    if not (run.adapt.head and run.train.lora and run.train.lora.new_rows):
+        return None
+    start = vocab_of(Path(run.adapt.head), head.spec)
+    new_N = torch.nonzero(~start.t2d_V[head.vocab.ids_W.cpu()])[:, 0]
+    return new_N if len(new_N) else None
 
 
 def draft_vocab(run: RunConfig, features: Documents, target: Target) -> DraftVocab:
