@@ -21,7 +21,6 @@ from headwright.configs.schema import TargetConfig
 from headwright.data.coverage import Coverage
 from headwright.data.store import replace_with, save_tensors, write_json, write_text
 from headwright.data.target import Target, TargetSpec, load_tokenizer, locate, read_facts
-from headwright.data.vocab import Group
 from headwright.heads.contract import TITLES, Contract, Draft, Finding, Method, serious
 from headwright.heads.directory import Directory
 from headwright.heads.engine_tables import ENGINES, TOKEN_MAP
@@ -38,7 +37,7 @@ from headwright.heads.foreign import OURS, identify, open_plain
 from headwright.heads.mtp_native import Checkpoint
 from headwright.heads.probe import PROMPTS, Guesses, judged, probe
 from headwright.heads.saved import read_foreign
-from headwright.heads.sayable import DEPTH, sayable, unsaid
+from headwright.heads.sayable import COLUMNS, rows_of, sayable, unsaid
 from headwright.heads.serve import drafted_tokens, launch_lines, lengths, recommended
 
 ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -52,7 +51,7 @@ class Diagnosis:
     method: Method
     findings: dict[str, list[Finding]]
     guesses: list[Guesses] = field(default_factory=list)
-    covered: dict[Group, Coverage] = field(default_factory=dict)
+    covered: dict[str, Coverage] = field(default_factory=dict)
 
     def errors(self, engine: str) -> list[Finding]:
         """What keeps an engine from serving this head as it was trained."""
@@ -225,9 +224,7 @@ def show(diagnosis: Diagnosis, target: str, engines: Sequence[str]) -> None:
         guessed = [(g.change, f"{g.first:.1%}", f"{g.second:.1%}") for g in diagnosis.guesses[:5]]
         table("guesses on the target's own text", ("head", "first right", "second right after it"), guessed)
     if diagnosis.covered:
-        columns = ("prompts", "tokens", "distinct", "inside", "", f"τ bound, chain of {DEPTH}")
-        rows = [group.row(f"{kind} {name}") for (kind, name), group in diagnosis.covered.items()]
-        table("the draft vocabulary against the prompts", columns, rows)
+        table("the draft vocabulary against the prompts", COLUMNS, rows_of(diagnosis.covered))
     verdicts = [(contract.title, verdict(diagnosis, contract)) for contract in tables(diagnosis, engines)]
     table("engines", ("engine", "verdict"), verdicts)
     advice = recommended(directory.ours)
@@ -271,9 +268,7 @@ def as_json(diagnosis: Diagnosis, engines: Sequence[str]) -> dict[str, Any]:
         "method": diagnosis.method.name,
         "serves": {engine: not diagnosis.errors(engine) for engine in engines},
         "findings": listed,
-        "coverage": {
-            f"{kind} {name}": group.inside / group.tokens for (kind, name), group in diagnosis.covered.items()
-        },
+        "coverage": {name: group.inside / group.tokens for name, group in diagnosis.covered.items()},
         "guesses": [{"head": g.change, "first": g.first, "second": g.second} for g in diagnosis.guesses],
         "draft_tokens": [vars(advice) for advice in recommended(diagnosis.directory.ours)],
     }

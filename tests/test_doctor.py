@@ -1400,12 +1400,11 @@ def test_prompts_that_the_vocabulary_cannot_say(tmp_path, models):
     mixed = diagnose(tmp_path, Question(model, ("vllm",), [said, "море синее, и небо тоже"]))
     [found] = [finding for finding in mixed.findings[ALL] if finding.where.startswith("draft vocabulary")]
     assert found.where == f"draft vocabulary of {len(kept)} tokens"
-    assert "Cyrillic tokens" in found.what
-    assert mixed.covered["script", "Latin"].inside == mixed.covered["script", "Latin"].tokens
-    share = mixed.covered["script", "Cyrillic"]
-    assert f"{share.inside / share.tokens:.1%}" in found.what
+    assert mixed.covered["Latin"].inside == mixed.covered["Latin"].tokens
+    share = mixed.covered["Cyrillic"]
+    assert found.what == f"can say {share.inside / share.tokens:.1%} of the tokens of Cyrillic prompts"
     assert found.level == "warning"
-    assert f"τ {mixed.covered['source', 'prompts'].bound.tau:.2f}" in found.so
+    assert f"τ {share.bound.tau:.2f}" in found.so
     assert not mixed.guesses
     plain = diagnose(tmp_path, Question(model, ("vllm",), [said]))
     assert not [finding for finding in plain.findings[ALL] if finding.where.startswith("draft vocabulary")]
