@@ -70,7 +70,8 @@ def train_all(args: argparse.Namespace) -> None:
         run = run_of(name, args)
         if not (run.directory / "training.json").is_file():
             say(f"variant: {name}")
-            train(run)
+            if not train(run):
+                return
 
 
 def heads(args: argparse.Namespace, target: Target) -> Iterator[tuple[str, DraftHead]]:
