@@ -974,7 +974,7 @@ def test_fsdp_1_is_refused(monkeypatch):
 
 def one_clear_line(output: str, run: RunConfig) -> None:
     """Nothing of ours but the error, and nothing written. The launcher shows a traceback of its own."""
-    assert "headwright/" not in output
+    assert "headwright/" not in output.replace(f"{ROOT}/", "")  # a checkout may be called so
     assert str(ROOT / "train") + "/" not in output.replace(str(SCRIPT), "")
     nothing_written(run)
 

@@ -244,6 +244,7 @@ def test_what_was_found_as_json(capsys, tmp_path):
         "directory": str(folder),
         "method": "eagle3",
         "serves": {"vllm": True, "sglang": False},
+        "coverage": {},
         "guesses": [],
         "draft_tokens": [],
     }
