@@ -127,10 +127,13 @@ STUDIES = {
         {
             "way": "asked",
             "prompt_tokens": "prompt tokens",
+            "tau": "τ",
+            "tau_ci95": "95 %",
             "tau_gain": "τ less that of training",
-            "tau_gain_ci95": "95 %  ",
-        }
-        | RACE,
+            "tau_gain_ci95": "95 % ",
+            "speedup": "speed-up",
+            "same_text": "same text",
+        },
         lines("way", "tau", "speedup", title="τ and speed-up by how prompts are put", break_even=True),
         prompting.template_says,
     ),
