@@ -11,6 +11,7 @@ if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then unset DS
 
 trap 'exit 130' INT TERM # a stage that is asked to stop saves and succeeds; the next one must not begin
 if [ ! -e "runs/$(basename "$base" .yaml)/training.json" ]; then # the head that is adapted
+  headwright harvest --config "$base" --dry-run # terms that were not accepted are told before anything is fetched
   headwright harvest --config "$base"
   headwright train --config "$base"
 fi
