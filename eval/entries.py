@@ -5,7 +5,6 @@ answered in the same turns.
 """
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from headwright.eval.metrics import (
     acceptance_metrics,
     as_others_count,
     bootstrap,
+    histogram,
     latencies,
     percentiles,
     phase_milliseconds,
@@ -194,17 +194,11 @@ class Part:
             }
             row |= {"tokens": len(run.tokens), "characters": self.characters(spoken), "seconds": run.seconds}
             row |= {"cycles": len(run.emitted), "emitted": sum(run.emitted), "accepted": sum(run.accepted)}
-            row["histogram"] = histogram(run, self.side.settings.shape.depth)
+            row["histogram"] = histogram([run], self.side.settings.shape.depth)
             if place < len(self.plain.ours):
                 row["plain_seconds_per_token"] = per_token(self.plain.best[place])
             rows.append(row)
         return rows
-
-
-def histogram(run: Generation, depth: int) -> list[int]:
-    """Cycles by the drafted tokens that they accept, from 0."""
-    counts = Counter(run.accepted)
-    return [counts[k] for k in range(depth + 1)]
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> float:

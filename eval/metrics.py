@@ -47,10 +47,9 @@ def acceptance_length(runs: Sequence[Generation]) -> float:
 
 def acceptance_metrics(runs: Sequence[Generation], depth: int, seed: int = 0) -> dict[str, Any]:
     """The acceptance part of a report entry."""
-    counts = Counter(accepted for run in runs for accepted in run.accepted)
-    cycles = sum(counts.values())
-    joint = [sum(n for k, n in counts.items() if k > place) / cycles for place in range(depth)] if cycles else []
-    conditional = [share / before if before else 0.0 for share, before in zip(joint, [1.0, *joint])]
+    counts = histogram(runs, depth)
+    cycles = sum(counts)
+    joint, conditional = rates(counts) if cycles else ([], [])
     per_prompt = [run.acceptance_length for run in runs if run.emitted]
     return {
         "acceptance_length": acceptance_length(runs),
@@ -61,8 +60,25 @@ def acceptance_metrics(runs: Sequence[Generation], depth: int, seed: int = 0) ->
         "accepted": sum(sum(run.accepted) for run in runs),
         "accepted_per_position": joint,
         "conditional_per_position": conditional,
-        "histogram": [counts.get(k, 0) for k in range(depth + 1)],
+        "histogram": counts,
     }
+
+
+def histogram(runs: Sequence[Generation], depth: int) -> list[int]:
+    """Cycles by the drafted tokens that they accept, from 0."""
+    counts = Counter(accepted for run in runs for accepted in run.accepted)
+    return [counts[k] for k in range(depth + 1)]
+
+
+def rates(counts: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Of a histogram: the share of all cycles that accept draft k, and of those that accepted the one before it."""
+    joint = [sum(counts[place:]) / max(sum(counts), 1) for place in range(1, len(counts))]
+    return joint, [share / before if before else 0.0 for share, before in zip(joint, [1.0, *joint])]
+
+
+def pooled_tau(answers: Sequence[tuple[int, int]]) -> float:
+    """τ over answers of (tokens, cycles)."""
+    return sum(emitted for emitted, _ in answers) / max(1, sum(cycles for _, cycles in answers))
 
 
 def bootstrap(

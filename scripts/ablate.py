@@ -32,6 +32,7 @@ from headwright.data.harvest import open_store
 from headwright.data.store import write_json, write_text
 from headwright.data.target import Target
 from headwright.eval.metrics import bootstrap
+from headwright.eval.metrics import pooled_tau as tau
 from headwright.eval.rollout_tau import cycles_of_documents
 from headwright.heads.saved import load_head
 from headwright.train.run import measured_depth, train
@@ -108,11 +109,6 @@ def answers_of(run: RunConfig) -> list[Answer]:
     depth = measured_depth(run)
     cycles = cycles_of_documents(head, target, reader, [depth], run.train.tokens_per_batch)
     return [(sum(found[depth].emitted), len(found[depth].emitted)) for found in cycles]
-
-
-def tau(answers: Sequence[Answer]) -> float:
-    """τ over several answers."""
-    return sum(emitted for emitted, _ in answers) / max(1, sum(cycles for _, cycles in answers))
 
 
 def difference(pairs: Sequence[tuple[Answer, Answer]]) -> float:

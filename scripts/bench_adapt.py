@@ -25,7 +25,7 @@ from headwright.data.harvest import open_store
 from headwright.data.store import write_json
 from headwright.data.target import Target
 from headwright.data.vocab import count_tokens, coverage
-from headwright.eval.metrics import bootstrap, read_metrics
+from headwright.eval.metrics import bootstrap, pooled_tau, read_metrics
 from headwright.eval.records import facts
 from headwright.eval.rollout_tau import cycles_of_documents
 from headwright.heads.base import DraftHead
@@ -110,18 +110,13 @@ def covered(head: DraftHead, reader: Any, domain: Sequence[bool]) -> float:
     return coverage(head.vocab, count_tokens(pieces, head.spec.vocab_size))
 
 
-def pooled(answers: Sequence[tuple[int, int]]) -> float:
-    """τ of answers of (tokens, cycles)."""
-    return sum(emitted for emitted, _ in answers) / max(1, sum(cycles for _, cycles in answers))
-
-
 def line(name: str, found: dict[str, Measured], domain: Sequence[bool], args: argparse.Namespace) -> dict[str, Any]:
     """A variant in numbers; differences to the head as it was are paired over answers."""
     out: dict[str, Any] = {"variant": name, "coverage": found[name].covered}
     for side, wanted in (("domain", domain), ("general", [not own for own in domain])):
         now, before = (list(itertools.compress(found[key].answers, wanted)) for key in (name, "no change"))
         pairs = list(zip(before, now))
-        out[side] = {"tau": pooled(now), "ci95": bootstrap(now, pooled, 0)}
+        out[side] = {"tau": pooled_tau(now), "ci95": bootstrap(now, pooled_tau, 0)}
         out[side]["kept"] = kept(pairs)
         out[side]["kept_ci95"] = bootstrap(pairs, kept, 0)
     made = facts(run_of(name, args).directory / "training.json")
@@ -131,7 +126,7 @@ def line(name: str, found: dict[str, Measured], domain: Sequence[bool], args: ar
 
 def kept(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
     """Accepted drafts per cycle (τ - 1) over those of the head as it was."""
-    before, now = (pooled([pair[side] for pair in pairs]) - 1 for side in (0, 1))
+    before, now = (pooled_tau([pair[side] for pair in pairs]) - 1 for side in (0, 1))
     return now / before if before > 0 else float("nan")
 
 

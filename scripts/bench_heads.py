@@ -32,7 +32,7 @@ from headwright.eval.acceptance import stack, target_shift
 from headwright.eval.baselines import training_texts
 from headwright.eval.decode import PLAIN, Generation, Settings, generate_one
 from headwright.eval.drafters import PromptLookup
-from headwright.eval.metrics import acceptance_length, bootstrap, phase_milliseconds, tokens_per_second
+from headwright.eval.metrics import acceptance_length, bootstrap, phase_milliseconds, pooled_tau, tokens_per_second
 from headwright.eval.rollout_tau import cycles_of_documents
 from headwright.eval.suffix import SuffixDrafter, read_corpus
 from headwright.eval.tune import answered, prompt_of
@@ -166,16 +166,11 @@ def exact(contender: Contender) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run.directory / "budget.json").read_text(encoding="utf-8"))
     for depth in depths:
         answers = [(sum(c[depth].emitted), len(c[depth].emitted)) for c in cycles]
-        found[f"tau_{depth}"], found[f"ci_{depth}"] = pooled(answers), bootstrap(answers, pooled, 0)
+        found[f"tau_{depth}"], found[f"ci_{depth}"] = pooled_tau(answers), bootstrap(answers, pooled_tau, 0)
     found["parameters"] = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     if head.changes_target():
         found["target"] = target_shift(head, target, reader)
     return found
-
-
-def pooled(answers: Sequence[tuple[int, int]]) -> float:
-    """τ over answers of (tokens, cycles)."""
-    return sum(emitted for emitted, _ in answers) / max(1, sum(cycles for _, cycles in answers))
 
 
 def measure(arguments: argparse.Namespace) -> None:

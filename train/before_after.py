@@ -1,6 +1,5 @@
 """What an adaptation changed: adaptation.json, its section of the report, and the table at its end."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from headwright.data.store import write_json
 from headwright.data.target import TargetSpec, load_tokenizer
 from headwright.data.vocab import grouped
 from headwright.eval.compare import Line, Pair, Row, compared, lines_of, pairs_of, speedup, tau
-from headwright.eval.metrics import bootstrap
+from headwright.eval.metrics import bootstrap, rates
 from headwright.eval.prompts import label
 from headwright.eval.records import ADAPTATION, facts, read_report
 from headwright.eval.report import write_html
@@ -130,9 +129,7 @@ def gain_intervals(pairs: Sequence[Pair], seed: int) -> list[list[float]]:
 
 def conditional(rows: Sequence[Row]) -> list[float]:
     """Share of the cycles that accept token k, of those that accepted k-1."""
-    counts = [sum(column) for column in zip(*(row["histogram"] for row in rows))]
-    reached = [sum(counts[place:]) for place in range(len(counts))]
-    return [now / before if before else 0.0 for before, now in itertools.pairwise(reached)]
+    return rates([sum(column) for column in zip(*(row["histogram"] for row in rows))])[1]
 
 
 def chars_per_second(rows: Sequence[Row]) -> float:

@@ -115,7 +115,7 @@ def weights_of(folder: Path) -> str:
     """A checksum over the weights of a head's directory."""
     state = xxhash.xxh64()
     for path in sorted(folder.glob("*.safetensors")):
-        state.update(checksum(path).encode())
+        checksum(path, state)
     return state.hexdigest()
 
 
